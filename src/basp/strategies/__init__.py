@@ -1,0 +1,69 @@
+"""Strategies: pure functions from a batch's lengths (and the model's heads) to a Plan."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Protocol
+
+from basp.errors import PlanError
+from basp.plans import Plan, check_sizes
+from basp.strategies.basp import basp
+from basp.strategies.ulysses import ulysses
+
+__all__ = ["STRATEGIES", "Strategy", "basp", "find_strategy", "plan", "ulysses"]
+
+
+class Strategy(Protocol):
+    """Lengths of the batch -> Plan. The shards may depend on lengths and ranks only, never on the heads.
+
+    A model may have several head counts, and its tokens stay where they are between layers.
+    """
+
+    def __call__(self, lengths: Sequence[int], *, ranks: int, heads: int, kv_heads: int, causal: bool = True) -> Plan:
+        """Lay the batch out over ``ranks``, as ``plan`` describes."""
+        ...
+
+
+STRATEGIES: dict[str, Strategy] = {"basp": basp, "ulysses": ulysses}
+
+
+def find_strategy(name: str) -> Strategy:
+    """The strategy of that name.
+
+    Raises:
+        PlanError: there is none; names the nearest.
+    """
+    if name not in STRATEGIES:
+        near = difflib.get_close_matches(name, STRATEGIES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "choose one of these"
+        raise PlanError(f"strategy {name!r}", allowed=", ".join(map(repr, STRATEGIES)), remedy=hint)
+    return STRATEGIES[name]
+
+
+def plan(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    heads: int,
+    kv_heads: int | None = None,
+    strategy: str | Strategy = "basp",
+    causal: bool = True,
+) -> Plan:
+    """Lay one micro-step out over ``ranks``.
+
+    Args:
+        lengths: tokens of each sequence; any number of them, each at least 1.
+        ranks: N, any number from 1.
+        heads: H, query heads.
+        kv_heads: K, a divisor of ``heads``; ``heads`` by default.
+        strategy: "basp", "ulysses", or a function as ``Strategy`` describes.
+        causal: whether a query sees only keys at and before its position.
+
+    Raises:
+        PlanError: sizes that no plan can have, or an unknown strategy.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    check_sizes(lengths, ranks=ranks, heads=heads, kv_heads=kv_heads)
+    build = find_strategy(strategy) if isinstance(strategy, str) else strategy
+    return build(lengths, ranks=ranks, heads=heads, kv_heads=kv_heads, causal=causal)

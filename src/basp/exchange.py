@@ -192,14 +192,16 @@ def calls_of(plan: Plan, rank: int, private: NDArray[np.bool_]) -> tuple[Call, .
     """
     first, last = np.searchsorted(plan.tile_table[:, 0], (rank, rank + 1))
     alike: dict[tuple[object, ...], list[int]] = {}
-    for row, (_, sequence, *shape) in enumerate(plan.tile_table[first:last].tolist(), start=first):
+    tiles: list[list[int]] = plan.tile_table[first:last].tolist()
+    for row, (_, sequence, *shape) in enumerate(tiles, start=int(first)):
         if not private[sequence]:
             alike.setdefault((*shape, plan.owners[sequence]), []).append(row)
     return tuple(_call(plan, rows) for rows in alike.values())
 
 
 def _call(plan: Plan, rows: list[int]) -> Call:
-    _, sequence, head_start, head_stop, query_start, query_stop = plan.tile_table[rows[0]].tolist()
+    tile: list[int] = plan.tile_table[rows[0]].tolist()
+    _, sequence, head_start, head_stop, query_start, query_stop = tile
     kv_start, kv_stop = int(plan.kv_range[0][rows[0]]), int(plan.kv_range[1][rows[0]])
     group = plan.heads // plan.kv_heads
     kv_index = tuple(head // group - kv_start for head in range(head_start, head_stop))

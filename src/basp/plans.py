@@ -19,6 +19,9 @@ from basp.errors import PlanError
 
 Ints = NDArray[np.int64]
 
+MAX_TOKENS = 1 << 28
+"""Tokens of one micro-step: keeps query-key pairs x heads, and bytes, within int64."""
+
 
 class Shard(NamedTuple):
     """Tokens ``start:stop`` of one sequence that a rank owns: embedding, norms, MLP and loss run on them there."""
@@ -309,13 +312,21 @@ def check_sizes(lengths: Sequence[int], *, ranks: int, heads: int, kv_heads: int
     """Refuse sizes that no plan can have.
 
     Raises:
-        PlanError: no sequence, a length below 1, ranks below 1, or heads that are not a multiple of kv heads.
+        PlanError: no sequence, a length that is not a whole number from 1, more than ``MAX_TOKENS`` tokens, ranks
+            below 1, or heads that are not a multiple of kv heads.
     """
     if ranks < 1:
         raise PlanError(f"{ranks} ranks", allowed="1 or more", remedy="give the size of the process group")
     if len(lengths) == 0:
         raise PlanError("a batch of 0 sequences", allowed="1 or more", remedy="skip empty batches on every rank")
-    short = np.flatnonzero(np.asarray(lengths) < 1)
+    sizes = np.asarray(lengths)
+    if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer) or sum(map(int, lengths)) > MAX_TOKENS:
+        raise PlanError(
+            f"lengths of type {sizes.dtype}, {sum(map(int, sizes.flat))} tokens in all",
+            allowed=f"a list of whole numbers, at most {MAX_TOKENS} tokens",
+            remedy="give one length for each sequence",
+        )
+    short = np.flatnonzero(sizes < 1)
     if short.size:
         raise PlanError(
             f"sequence {short[0]} has {lengths[short[0]]} tokens",

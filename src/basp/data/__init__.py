@@ -1,0 +1,1 @@
+"""From a source to sequences: documents, token ids, tokens on disk, spans, and the batches of each step."""

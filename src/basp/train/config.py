@@ -2,8 +2,47 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
+
+import tyro
+
+SMALL_LLAMA: Final[dict[str, Any]] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""The model of a run that names neither a path nor a config: small enough to train on a laptop's CPU."""
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """A JSON object as a dict; ValueError for anything else, NaN and Infinity included."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a JSON number")
+
+    value = json.loads(text, parse_constant=refuse)
+    if not isinstance(value, dict):
+        raise ValueError(f'expected a JSON object such as {{"model_type": "llama"}}, not {text}')
+    return value
+
+
+def _parse_flag(words: list[str]) -> dict[str, Any] | None:
+    return None if words == ["None"] else parse_json_object(words[0])
+
+
+# tyro alone would make subcommands out of `dict | None`; this makes it one flag with one JSON value.
+_JsonFlag = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="{None}|JSON",
+    instance_from_str=_parse_flag,
+    is_instance=lambda value: value is None or isinstance(value, dict),
+    str_from_instance=lambda value: ["None" if value is None else json.dumps(value, default=str)],
+)
 
 
 @dataclass(frozen=True)
@@ -11,9 +50,9 @@ class ModelConfig:
     """Which model: a checkpoint folder, or an architecture started at random."""
 
     path: str | None = None
-    """Checkpoint folder as written by save_pretrained (safetensors only)."""
-    config: dict[str, Any] | None = None
-    """Architecture and sizes for a random start: model_type and any key of its transformers config."""
+    """Checkpoint folder as written by save_pretrained (safetensors only). Give either path or config."""
+    config: Annotated[dict[str, Any] | None, _JsonFlag] = None
+    """Architecture for a random start: model_type, sizes. Neither path nor config gives a small Llama."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Computation dtype. Under bfloat16 with sharding = "fsdp" the weights and the optimizer stay in float32."""
     gradient_checkpointing: bool = False
@@ -54,9 +93,9 @@ class BatchConfig:
 class ParallelConfig:
     """How the work is laid out over ranks."""
 
-    ranks: int = 1
+    ranks: Annotated[int, tyro.conf.arg(aliases=("--ranks",))] = 1
     """Local ranks to start. Under torchrun its world is used, and this must be 1 or equal to it."""
-    strategy: str = "basp"
+    strategy: Annotated[str, tyro.conf.arg(aliases=("--strategy",))] = "basp"
     """How a batch becomes a plan: "basp" or "ulysses"."""
     sharding: Literal["fsdp", "none"] = "fsdp"
     """"fsdp" shards weights, gradients and optimizer over all ranks (FSDP2); "none" keeps a copy on each."""
@@ -68,8 +107,8 @@ class ParallelConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    steps: int | None = None
-    """Optimizer steps to run. Give either steps or epochs."""
+    steps: Annotated[int | None, tyro.conf.arg(aliases=("--steps",))] = None
+    """Optimizer steps to run. Give either steps or epochs; with neither, one epoch is run."""
     epochs: float | None = None
     """Passes over the data to run. Give either steps or epochs."""
     lr: float = 3e-4
@@ -91,7 +130,7 @@ class LogConfig:
     every: int = 1
     """Steps between records of metrics.jsonl."""
     eval_every: int = 0
-    """Steps between evaluations; 0 evaluates only at the end."""
+    """Steps between evaluations (needs eval_fraction); 0 evaluates only at the end."""
     eval_fraction: float = 0.0
     """Share of documents held out for evaluation; 0 turns evaluation off."""
 

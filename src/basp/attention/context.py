@@ -1,0 +1,114 @@
+"""What a model's attention function receives for one micro-step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from basp.attention.kernels import Kernel
+from basp.collectives import ByteCounter, DeviceRoute
+from basp.errors import PlanError
+from basp.exchange import Exchange, compile_exchange
+from basp.plans import Plan
+from basp.strategies import Strategy
+
+
+class HeadShape(NamedTuple):
+    """Query heads H, kv heads K, query/key dim and value dim of one attention layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True)
+class CompiledExchange:
+    """An ``Exchange`` with its tables on a device; ``kv_indices`` holds each call's kv head of each query head."""
+
+    exchange: Exchange
+    dispatch: DeviceRoute | None
+    combine: DeviceRoute | None
+    kv_indices: tuple[Tensor | None, ...]
+
+
+class Context:
+    """One micro-step's group, strategy, exchanges and byte counter. Passed as an argument, kept by nobody else.
+
+    Exchanges are compiled when a layer first asks for its head configuration and shared by every layer that has it.
+
+    Args:
+        lengths: tokens of each sequence of the micro-batch.
+        strategy: makes the plan for each head configuration.
+        group: the ranks that share the batch, in the order of the plan's ranks; None for a single process.
+        kernel: computes attention of whole heads here.
+        counter: is told the bytes that this rank sends.
+        causal: whether a query sees only keys at and before its position.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        strategy: Strategy,
+        group: dist.ProcessGroup | None,
+        kernel: Kernel,
+        counter: ByteCounter,
+        causal: bool = True,
+    ) -> None:
+        self.lengths = tuple(lengths)
+        self.group, self.strategy, self.kernel, self.counter, self.causal = group, strategy, kernel, counter, causal
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.layout = self._make_plan(1, 1)
+        self.attended = 0
+        self._plans: dict[tuple[int, int], Plan] = {(1, 1): self.layout}
+        self._compiled: dict[tuple[HeadShape, torch.device], CompiledExchange] = {}
+
+    def plan(self, heads: int, kv_heads: int) -> Plan:
+        """The plan for a layer with these head counts. Its shards are the same for all of them.
+
+        Raises:
+            PlanError: the strategy places tokens by the head counts, so that they would have to move between layers.
+        """
+        if (heads, kv_heads) not in self._plans:
+            plan = self._make_plan(heads, kv_heads)
+            if not np.array_equal(plan.shard_table, self.layout.shard_table):
+                raise PlanError(
+                    f"a strategy whose shards for {heads}/{kv_heads} heads differ from those for 1/1",
+                    allowed="shards that depend on lengths and ranks only",
+                    remedy="let the strategy's tiles, not its shards, follow the heads",
+                )
+            self._plans[heads, kv_heads] = plan
+        return self._plans[heads, kv_heads]
+
+    def compiled(self, shape: HeadShape, device: torch.device) -> CompiledExchange:
+        """The exchange for a layer of this shape, with its tables on ``device``."""
+        if (shape, device) not in self._compiled:
+            self._compiled[shape, device] = self._compile(shape, device)
+        return self._compiled[shape, device]
+
+    def _make_plan(self, heads: int, kv_heads: int) -> Plan:
+        return self.strategy(self.lengths, ranks=self.ranks, heads=heads, kv_heads=kv_heads, causal=self.causal)
+
+    def _compile(self, shape: HeadShape, device: torch.device) -> CompiledExchange:
+        exchange = compile_exchange(
+            self.plan(shape.heads, shape.kv_heads),
+            self.rank,
+            head_dim=shape.head_dim,
+            value_head_dim=shape.value_head_dim,
+        )
+        dispatch = combine = None
+        if exchange.dispatch is not None and exchange.combine is not None and self.group is not None:
+            dispatch = DeviceRoute.of(exchange.dispatch, device, group=self.group, counter=self.counter)
+            combine = DeviceRoute.of(exchange.combine, device, group=self.group, counter=self.counter)
+        kv_indices = tuple(
+            None if call.kv_index is None else torch.tensor(call.kv_index, device=device) for call in exchange.calls
+        )
+        return CompiledExchange(exchange, dispatch, combine, kv_indices)

@@ -1,0 +1,303 @@
+"""``SequenceParallel``: cuts an optimizer step's batch over the ranks of a group; the exact loss of what was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from basp.agreement import agree, cpu_group, digest_batches, refused_digest
+from basp.attention import Context, find_kernel
+from basp.collectives import ByteCounter
+from basp.errors import BaspError, BatchError, ConfigError, ModelError
+from basp.losses import IGNORED, share_of_mean, sum_token_losses
+from basp.plans import Ints, Plan
+from basp.strategies import Strategy, find_strategy
+
+Sequences = Sequence[ArrayLike | Tensor]
+"""Token ids of each sequence, 1-D: lists, numpy arrays or tensors."""
+
+AVERAGED_DIMS = ("dp_replicate", "dp_shard", "sp")
+"""Mesh dimensions that gradients are averaged over; never "tp"."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One micro-step's tensors on this rank. T tokens; a rank that owns none holds one dummy token without a label.
+
+    Attributes:
+        input_ids: [1, T] token ids that this rank owns.
+        position_ids: [1, T] their positions in their own sequences.
+        targets: [1, T] the next token of each, -100 where it has none or it is ignored.
+        context: what the model's attention needs.
+        valid_tokens: targets with a loss in the whole optimizer step, over all ranks and micro-steps.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    context: Context
+    valid_tokens: int
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model's forward."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "use_cache": False,
+            "basp_context": self.context,
+        }
+
+    def plan(self, heads: int, kv_heads: int | None = None) -> Plan:
+        """The plan that layers with these head counts run."""
+        return self.context.plan(heads, heads if kv_heads is None else kv_heads)
+
+
+class SequenceParallel:
+    """Sequence parallelism over one process group, by a strategy that looks at each batch.
+
+    Args:
+        group_or_mesh: the ranks that share each batch: a process group (any subset of ranks, in any order), a mesh with
+            a dimension "sp" (gradients are then averaged over its dp_replicate, dp_shard and sp; each data-parallel
+            group has its own batches), or None for a single process.
+        strategy: "basp", "ulysses", or a function as ``basp.strategies.Strategy`` describes.
+        kernel: "auto", "sdpa" or "eager".
+        check_agreement: compare the batch over the ranks on each ``shard``. Without it, ranks that were given
+            different batches hang or train on nonsense.
+
+    Attributes:
+        counter: bytes that this rank has sent in attention's collectives.
+        ranks: N of the group; ``rank``: this process's place in it.
+
+    Raises:
+        ConfigError: a mesh without "sp".
+        PlanError, ModelError: an unknown strategy or kernel.
+    """
+
+    def __init__(
+        self,
+        group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        strategy: str | Strategy = "basp",
+        kernel: str = "auto",
+        check_agreement: bool = True,
+    ) -> None:
+        self.group, self.average_groups = _groups(group_or_mesh)
+        self.strategy = find_strategy(strategy) if isinstance(strategy, str) else strategy
+        self.kernel = find_kernel(kernel)
+        self.ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.counter = ByteCounter(self.ranks)
+        self.device = _device(self.group)
+        self._agreement_group = cpu_group(self.group) if self.group is not None and check_agreement else None
+
+    @property
+    def average_ranks(self) -> int:
+        """Number of ranks that gradients are averaged over."""
+        return int(np.prod([dist.get_world_size(group) for group in self.average_groups], dtype=np.int64))
+
+    def shard(self, sequences: Sequences, labels: Sequences | None = None) -> Step:
+        """An optimizer step of a single micro-batch; see ``shard_steps``."""
+        return self.shard_steps([sequences], None if labels is None else [labels])[0]
+
+    def shard_steps(
+        self, micro_batches: Sequence[Sequences], labels: Sequence[Sequences] | None = None
+    ) -> tuple[Step, ...]:
+        """Cut one optimizer step's micro-batches; the number of its valid tokens is fixed here.
+
+        Every rank of the group is given the same, whole micro-batches, and gets its own part.
+
+        Args:
+            micro_batches: for each micro-batch its sequences of token ids, any number, of any lengths from 1.
+            labels: for each micro-batch each sequence's labels, aligned with its token ids (not shifted), -100 where
+                there is no loss; the token ids by default.
+
+        Returns:
+            One step for each micro-batch.
+
+        Raises:
+            BatchError: no micro-batch, an empty one, an empty sequence, labels that do not fit, ids below 0.
+            DisagreementError: a rank was given another batch, or refused its own; raised on every rank.
+        """
+        refusal: BaspError | None = None
+        ids: list[list[Ints]] = []
+        targets: list[list[Ints]] = []
+        try:
+            ids, targets = _read(micro_batches, labels)
+        except BaspError as error:
+            refusal = error
+        self._agree(ids, targets, refusal)
+        valid = sum(int((target != IGNORED).sum()) for batch in targets for target in batch)
+        valid = self._sum_over_data_parallel(valid, len(ids))
+        return tuple(self._cut(batch, batch_targets, valid) for batch, batch_targets in zip(ids, targets, strict=True))
+
+    def loss(self, model: Any, step: Step) -> Tensor:
+        """This micro-step's share of the mean loss over all valid tokens of the optimizer step.
+
+        The value is the same on every rank, and the shares of a step sum to what one process would print. ``backward``
+        on each, then averaging gradients over the ranks (FSDP2, DDP, or an all-reduce mean), gives the gradients of one
+        process. Under ``torch.no_grad`` it is the evaluation loss. See ``basp.losses`` for a worked example.
+
+        Raises:
+            ModelError: the model's attention did not use the step: it was not prepared.
+        """
+        before = step.context.attended
+        logits = model(**step.inputs).logits
+        if step.context.attended == before:
+            raise ModelError(
+                f"a {type(model).__name__} whose attention ignored the step",
+                allowed="a model that basp.prepare(model, sp) returned",
+                remedy="call basp.prepare before training, and do not change the attention implementation after it",
+            )
+        return self.loss_of_logits(logits, step)
+
+    def loss_of_logits(self, logits: Tensor, step: Step) -> Tensor:
+        """``loss`` for logits [1, T, V] that were computed from ``step.inputs`` already."""
+        local_sum = sum_token_losses(logits, step.targets)
+        return share_of_mean(local_sum, valid_tokens=step.valid_tokens, groups=self.average_groups)
+
+    def _agree(self, ids: list[list[Ints]], targets: list[list[Ints]], refusal: BaspError | None) -> None:
+        if self._agreement_group is None:
+            if refusal is not None:
+                raise refusal
+            return
+        name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
+        digest = digest_batches(ids, targets, strategy=name, average_ranks=self.average_ranks)
+        agree(digest if refusal is None else refused_digest(digest), self._agreement_group, refusal=refusal)
+
+    def _sum_over_data_parallel(self, valid: int, micro_batches: int) -> int:
+        """Valid tokens of all data-parallel groups; they must have equally many micro-batches, or collectives hang."""
+        for group in self.average_groups:
+            if group is self.group:
+                continue
+            counts = torch.tensor([valid, micro_batches, -micro_batches], device=self.device)
+            most = counts[1:].clone()
+            dist.all_reduce(counts[:1], group=group)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+            if most[0] != -most[1]:
+                raise BatchError(
+                    f"{-most[1]} to {most[0]} micro-batches in the data-parallel groups of one step",
+                    allowed="equally many in each",
+                    remedy="drop or split micro-batches so that all groups have the same number",
+                )
+            valid = int(counts[0])
+        return valid
+
+    def _cut(self, ids: list[Ints], targets: list[Ints], valid_tokens: int) -> Step:
+        context = Context(
+            [len(sequence) for sequence in ids],
+            strategy=self.strategy,
+            group=self.group,
+            kernel=self.kernel,
+            counter=self.counter,
+        )
+        shards = context.layout.shards[self.rank]
+        parts = (
+            [ids[sequence][start:stop] for sequence, start, stop in shards] or [np.zeros(1, dtype=np.int64)],
+            [np.arange(start, stop) for _, start, stop in shards] or [np.zeros(1, dtype=np.int64)],
+            [targets[sequence][start:stop] for sequence, start, stop in shards] or [np.full(1, IGNORED)],
+        )
+        input_ids, position_ids, local_targets = (
+            torch.from_numpy(np.concatenate(part)).to(self.device, non_blocking=True)[None] for part in parts
+        )
+        for tensor in (input_ids, position_ids, local_targets):
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)  # a rank's tokens change by the plan: compile for any number
+        return Step(input_ids, position_ids, local_targets, context, valid_tokens)
+
+
+def _groups(where: dist.ProcessGroup | DeviceMesh | None) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
+    """The group that shares a batch, and those whose product averages gradients."""
+    if where is None:
+        return None, []
+    if not isinstance(where, DeviceMesh):
+        return where, [where]
+    names = where.mesh_dim_names or ()
+    if "sp" not in names:
+        raise ConfigError(
+            f"a mesh with dimensions {names or 'that have no names'}",
+            allowed='a mesh with a dimension "sp", beside any of "dp_replicate", "dp_shard", "tp"',
+            remedy='init_device_mesh(device, shape, mesh_dim_names=("dp_shard", "sp"))',
+        )
+    return where.get_group("sp"), [where.get_group(name) for name in reversed(AVERAGED_DIMS) if name in names]
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a group's tensors live: the current CUDA device under NCCL, else the CPU."""
+    if group is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _read(
+    micro_batches: Sequence[Sequences], labels: Sequence[Sequences] | None
+) -> tuple[list[list[Ints]], list[list[Ints]]]:
+    """Token ids and shifted targets of each sequence of each micro-batch, or a refusal."""
+    if len(micro_batches) == 0:
+        raise BatchError("a step of 0 micro-batches", allowed="1 or more", remedy="skip the step on every rank")
+    if labels is not None and len(labels) != len(micro_batches):
+        raise BatchError(
+            f"labels of {len(labels)} micro-batches for {len(micro_batches)}",
+            allowed="one entry for each micro-batch",
+            remedy="pass labels=None to train on the token ids themselves",
+        )
+    ids: list[list[Ints]] = []
+    targets: list[list[Ints]] = []
+    for number, batch in enumerate(micro_batches):
+        where = f"micro-batch {number}, " if len(micro_batches) > 1 else ""
+        if len(batch) == 0:
+            raise BatchError(f"{where}0 sequences", allowed="1 or more", remedy="skip empty batches on every rank")
+        ids.append([_ids(sequence, f"{where}sequence {i}") for i, sequence in enumerate(batch)])
+        targets.append(_targets(ids[-1], None if labels is None else labels[number], where))
+    return ids, targets
+
+
+def _ids(sequence: ArrayLike | Tensor, where: str, *, lowest: tuple[int, ...] = ()) -> Ints:
+    array = sequence.detach().cpu().numpy() if isinstance(sequence, Tensor) else np.asarray(sequence)
+    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+        raise BatchError(
+            f"{where} of shape {array.shape} and type {array.dtype}",
+            allowed="a 1-D list, array or tensor of at least 1 integer",
+            remedy="pass a list of sequences without padding, one entry for each; drop empty documents",
+        )
+    array = array.astype(np.int64)
+    bad = np.flatnonzero((array < 0) & ~np.isin(array, lowest))
+    if bad.size:
+        raise BatchError(
+            f"{where} has {array[bad[0]]} at position {bad[0]}",
+            allowed=f"integers from 0{' or ' + str(lowest[0]) if lowest else ''}",
+            remedy="check the tokenizer's output" if not lowest else "mark tokens without a loss by -100",
+        )
+    return array
+
+
+def _targets(ids: list[Ints], labels: Sequences | None, where: str) -> list[Ints]:
+    """Labels shifted within each sequence, before anything is cut: no label is lost at a shard's border."""
+    if labels is not None and len(labels) != len(ids):
+        raise BatchError(
+            f"{where}labels of {len(labels)} sequences for {len(ids)}",
+            allowed="labels for each sequence",
+            remedy="pass labels=None to train on the token ids themselves",
+        )
+    targets: list[Ints] = []
+    for number, sequence in enumerate(ids):
+        own = sequence
+        if labels is not None:
+            own = _ids(labels[number], f"{where}labels of sequence {number}", lowest=(IGNORED,))
+        if len(own) != len(sequence):
+            raise BatchError(
+                f"{where}sequence {number} has {len(sequence)} tokens and {len(own)} labels",
+                allowed="as many labels as tokens, aligned and not shifted",
+                remedy="pass labels as transformers takes them: basp shifts them",
+            )
+        targets.append(np.append(own[1:], IGNORED))
+    return targets

@@ -1,0 +1,1 @@
+"""What tests share: ranks in processes, and oracles that share no code with basp."""

@@ -53,7 +53,7 @@ def prepare(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
         )
     _register()
     _check_dropout(model)
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation or "eager"
     try:
         model.set_attn_implementation(NAME)
         _check_layers(model, _run_probe(model))

@@ -6,14 +6,13 @@ matplotlib is imported only when a picture is drawn: planning on the command lin
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from basp.errors import DataError
+from basp.files import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -197,12 +196,5 @@ def _strip(axes: Axes) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Write beside the target and rename, so that a reader never sees half a picture."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            figure.savefig(file, format="png", dpi=130)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with written_whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)

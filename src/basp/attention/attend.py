@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,14 @@ _ScaledKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A kernel with the layer's mask and scale: q, k, v head-first -> out head-first."""
 
 
-@torch.compiler.disable
+_Function = TypeVar("_Function", bound=Callable[..., Tensor])
+
+
+def _never_traced(function: _Function) -> _Function:
+    return torch.compiler.disable(function)  # whose own annotation loses the function's signature
+
+
+@_never_traced
 def attend(
     q: Tensor, k: Tensor, v: Tensor, context: Context, kernel: Kernel | None = None, *, scale: float | None = None
 ) -> Tensor:

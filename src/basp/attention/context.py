@@ -88,6 +88,11 @@ class Context:
             self._plans[heads, kv_heads] = plan
         return self._plans[heads, kv_heads]
 
+    @property
+    def shapes(self) -> list[HeadShape]:
+        """Head configurations of the layers that have attended so far, in order of first use."""
+        return list(dict.fromkeys(shape for shape, _ in self._compiled))
+
     def compiled(self, shape: HeadShape, device: torch.device) -> CompiledExchange:
         """The exchange for a layer of this shape, with its tables on ``device``."""
         if (shape, device) not in self._compiled:

@@ -101,6 +101,8 @@ class ParallelConfig:
     """"fsdp" shards weights, gradients and optimizer over all ranks (FSDP2); "none" keeps a copy on each."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Collective backend: auto is nccl where CUDA is available, else gloo."""
+    timeout: float = 600.0
+    """Seconds that a collective waits for the other ranks before the run is ended."""
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("batch.sequences", *_at_least(1)),
     ("batch.accumulation", *_at_least(1)),
     ("parallel.ranks", *_at_least(1)),
+    ("parallel.timeout", *_ABOVE_ZERO),
     ("optim.steps", *_at_least(1)),
     ("optim.epochs", *_ABOVE_ZERO),
     ("optim.lr", *_ABOVE_ZERO),

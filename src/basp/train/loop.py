@@ -1,0 +1,270 @@
+"""One rank's part of a training run, from data to the saved model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from basp.data.dataset import Dataset
+from basp.data.sampling import Batches, cut_documents, split_eval
+from basp.data.sources import read_documents
+from basp.data.store import TokenStore, write_store
+from basp.data.tokenizers import Tokenizer, load_tokenizer
+from basp.errors import TrainingError
+from basp.hf import prepare
+from basp.parallel import SequenceParallel, Step
+from basp.report import draw_report, read_metrics
+from basp.strategies import plan
+from basp.train.config import OptimConfig, TrainConfig
+from basp.train.metrics import Reporter
+from basp.train.model import DTYPES, build_model, save_model
+from basp.train.run_dir import RunDir
+from basp.train.sharding import average_gradients, clip_gradients, decoder_layers, shard_model, whole_state
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank is: in the world, on its node, and on which device."""
+
+    rank: int
+    world: int
+    local_rank: int
+    node: int
+    device: torch.device
+
+
+def train_rank(config: TrainConfig, place: Place, run: RunDir) -> None:
+    """Train on this rank, together with all others; rank 0 writes the run's files.
+
+    Args:
+        config: checked.
+        place: of this rank, in an initialized default process group.
+        run: claimed.
+
+    Raises:
+        BaspError: data, model or settings that are refused; a loss that is not finite.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    train, evaluation = load_data(config, tokenizer, place, run)
+    trainer = Trainer(config, train, evaluation, tokenizer, place)
+    with Reporter(run.metrics, steps=trainer.steps, speaks=place.rank == 0) as reporter:
+        reporter.say(trainer.describe())
+        first = trainer.run(reporter)
+    trainer.save(run, first)
+
+
+def load_data(config: TrainConfig, tokenizer: Tokenizer, place: Place, run: RunDir) -> tuple[Dataset, Dataset | None]:
+    """The training and evaluation sequences. One rank of each node tokenizes, the others read what it wrote.
+
+    Raises:
+        DataError: data that cannot be read, or nothing to train on.
+    """
+    folder = run.tokens(place.node)
+    if place.local_rank == 0:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_store(read_documents(config.data.source, text_field=config.data.text_field), tokenizer, folder)
+    while not folder.exists():  # no collective: tokenizing may take longer than any collective should wait
+        time.sleep(0.05)
+    store = TokenStore.open(folder)
+    cut = partial(
+        cut_documents,
+        store.lengths,
+        max_length=config.data.max_length,
+        long_documents=config.data.long_documents,
+        name=store.name,
+    )
+    if config.log.eval_fraction == 0:
+        return Dataset(store, cut()), None
+    train_ids, eval_ids = split_eval(len(store), fraction=config.log.eval_fraction, seed=config.seed)
+    return Dataset(store, cut(documents=train_ids)), Dataset(store, cut(documents=eval_ids))
+
+
+class Trainer:
+    """The state of one rank's run.
+
+    Args:
+        config: checked.
+        train: sequences to train on, the same on every rank.
+        evaluation: sequences held out, or None.
+        tokenizer: of both.
+        place: of this rank.
+    """
+
+    def __init__(
+        self, config: TrainConfig, train: Dataset, evaluation: Dataset | None, tokenizer: Tokenizer, place: Place
+    ) -> None:
+        self.config, self.train, self.evaluation, self.tokenizer, self.place = (
+            config,
+            train,
+            evaluation,
+            tokenizer,
+            place,
+        )
+        self.batches = Batches(
+            spans=len(train),
+            sequences=config.batch.sequences,
+            accumulation=config.batch.accumulation,
+            shuffle=config.data.shuffle,
+            seed=config.seed,
+        )
+        optim = config.optim
+        self.steps = optim.steps if optim.steps is not None else self.batches.steps_for(optim.epochs or 1.0)
+        mesh = init_device_mesh(place.device.type, (place.world,), mesh_dim_names=("sp",))
+        self.sp = SequenceParallel(mesh, strategy=config.parallel.strategy)
+        self.model = self._build_model(mesh)
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(_decay_groups(self.model, optim.weight_decay), lr=optim.lr)
+        self.schedule = LambdaLR(self.optimizer, partial(learning_rate_factor, optim=optim, steps=self.steps))
+
+    def describe(self) -> str:
+        """One line: what is trained, on what, how."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        parallel = self.config.parallel
+        return (
+            f"{type(self.model).__name__.removeprefix('FSDP')} of {parameters:,} parameters on {len(self.train):,} "
+            f"sequences ({self.train.tokens:,} tokens), {self.steps} steps on {self.place.world} ranks "
+            f"({parallel.strategy}, sharding {parallel.sharding}, {self.place.device.type})"
+        )
+
+    def run(self, reporter: Reporter) -> Step:
+        """Take every step; returns the first micro-step, for the report's picture."""
+        first: Step | None = None
+        every, eval_every = self.config.log.every, self.config.log.eval_every
+        for index in range(self.steps):
+            started = time.perf_counter()
+            before = self.sp.counter.total
+            values, micro_step = self._step(index)
+            first = first or micro_step
+            number = index + 1
+            if number % every == 0 or number == self.steps:
+                values |= self._speed(values["tokens"], self.sp.counter.total - before, started)
+                values = {"step": number, "epoch": self.batches.epoch_after(number), **values}
+                reporter.record(values)
+                reporter.show_step(values)
+            if self.evaluation and (number == self.steps or (eval_every and number % eval_every == 0)):
+                loss, tokens = self.evaluate(self.evaluation)
+                reporter.record({"step": number, "eval_loss": loss, "eval_tokens": tokens})
+                reporter.say(f"step {number}/{self.steps}  evaluation loss {loss:.4f} over {tokens:,} tokens")
+        assert first is not None
+        return first
+
+    @torch.no_grad()
+    def evaluate(self, data: Dataset) -> tuple[float, int]:
+        """Mean loss over all valid tokens of ``data``, and their number; as parallel as training."""
+        self.model.eval()
+        size = self.config.batch.sequences
+        numbers = [range(start, min(start + size, len(data))) for start in range(0, len(data), size)]
+        steps = self.sp.shard_steps([[data.sequence(number) for number in batch] for batch in numbers])
+        loss = sum(float(self.sp.loss(self.model, step)) for step in steps)
+        self.model.train()
+        return loss, steps[0].valid_tokens
+
+    def save(self, run: RunDir, first: Step) -> None:
+        """Write the final model and the report. Collective; rank 0 writes."""
+        state = whole_state(self.model, DTYPES[self.config.model.dtype])
+        if self.place.rank == 0:
+            save_model(run.model, self.model.config, state, self.tokenizer)
+            shape = first.context.shapes[0]
+            sizes: dict[str, Any] = {"ranks": self.place.world, "heads": shape.heads, "kv_heads": shape.kv_heads}
+            names = dict.fromkeys([self.config.parallel.strategy, "ulysses"])
+            draw_report(
+                read_metrics(run.metrics),
+                {name: plan(first.context.lengths, strategy=name, **sizes) for name in names},
+                head_dim=shape.head_dim,
+                itemsize=DTYPES[self.config.model.dtype].itemsize,
+                title=self.describe(),
+                path=run.report,
+            )
+        dist.barrier()
+
+    def _build_model(self, mesh: Any) -> PreTrainedModel:
+        config = self.config
+        model = build_model(config, self.tokenizer)
+        prepare(model, self.sp)
+        if config.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        if config.parallel.sharding == "fsdp":
+            shard_model(model, mesh, compute_dtype=DTYPES[config.model.dtype])
+        else:
+            model.to(self.place.device)  # type: ignore[arg-type]  # transformers' wrapper loses the signature
+        if config.model.compile:
+            for layer in decoder_layers(model):
+                layer.compile()
+        return model
+
+    def _step(self, index: int) -> tuple[dict[str, Any], Step]:
+        """One optimizer step; refuses to take it when the loss or the gradients are not finite."""
+        numbers = self.batches.step(index)
+        steps = self.sp.shard_steps([[self.train.sequence(number) for number in batch] for batch in numbers])
+        loss = torch.zeros((), device=self.place.device)
+        for step in steps:
+            share = self.sp.loss(self.model, step)
+            share.backward()
+            loss = loss + share.detach()
+        if self.config.parallel.sharding == "none" and self.sp.group is not None:
+            average_gradients(self.parameters, self.sp.group)
+        norm = clip_gradients(self.parameters, self.config.optim.clip_norm)
+        self._check_finite(loss, norm, index, numbers)
+        lr = self.schedule.get_last_lr()[0]
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        lengths = [length for step in steps for length in step.context.lengths]
+        values = {"loss": float(loss), "lr": lr, "grad_norm": norm, "tokens": sum(lengths), "sequences": len(lengths)}
+        return values, steps[0]
+
+    def _check_finite(self, loss: Tensor, norm: float, index: int, numbers: list[list[int]]) -> None:
+        if math.isfinite(float(loss)) and math.isfinite(norm):
+            return
+        documents = [self.train.describe(number) for batch in numbers for number in batch]
+        shown = ", ".join(documents[:8]) + (f" and {len(documents) - 8} more" if len(documents) > 8 else "")
+        raise TrainingError(
+            f"step {index + 1} has a loss of {float(loss)} and a gradient norm of {norm}, on {shown}",
+            allowed="finite numbers; the step was not taken, and no model was written",
+            remedy="lower optim.lr, raise optim.warmup, use a wider model.dtype, or look at these documents",
+        )
+
+    def _speed(self, tokens: int, sent: int, started: float) -> dict[str, float]:
+        total = torch.tensor(sent, dtype=torch.int64, device=self.place.device)
+        dist.all_reduce(total)
+        seconds = time.perf_counter() - started
+        return {
+            "tokens_per_second": tokens / seconds,
+            "bytes_per_rank": float(total) / self.place.world,
+            "seconds": seconds,
+        }
+
+
+def learning_rate_factor(step: int, *, optim: OptimConfig, steps: int) -> float:
+    """Share of the peak learning rate at ``step`` (from 0): linear warm-up, then the schedule, which ends at 0."""
+    if step < optim.warmup:
+        return (step + 1) / optim.warmup
+    if optim.schedule == "constant":
+        return 1.0
+    done = (step - optim.warmup) / max(1, steps - optim.warmup)
+    return 1.0 - done if optim.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+
+
+def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases, which have one dimension, do not."""
+
+    def group(parameters: Iterable[nn.Parameter], decay: float) -> dict[str, Any]:
+        return {"params": list(parameters), "weight_decay": decay}
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        group((parameter for parameter in trained if parameter.ndim >= 2), weight_decay),
+        group((parameter for parameter in trained if parameter.ndim < 2), 0.0),
+    ]

@@ -1,0 +1,109 @@
+"""The model of a run: loaded or started at random, fitted to the data, written so that ``from_pretrained`` reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from basp.data.tokenizers import Tokenizer
+from basp.errors import BaspError, ConfigError, ModelError
+from basp.files import written_whole
+from basp.train.config import TrainConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def build_model(config: TrainConfig, tokenizer: Tokenizer) -> PreTrainedModel:
+    """The model to train, on the CPU, with the same weights on every rank.
+
+    bfloat16 under FSDP keeps float32 weights, which FSDP casts for computation; otherwise weights have the dtype asked.
+
+    Raises:
+        ModelError: a checkpoint or an architecture that transformers cannot build.
+        ConfigError: a vocabulary smaller than the tokenizer's, positions fewer than ``data.max_length``.
+    """
+    dtype = DTYPES[config.model.dtype]
+    if config.model.dtype == "bfloat16" and config.parallel.sharding == "fsdp":
+        dtype = torch.float32
+    torch.manual_seed(config.seed)
+    if config.model.path is not None:
+        model = _load(config.model.path, dtype)
+    else:
+        assert config.model.config is not None
+        model = _from_config(config.model.config, dtype, tokenizer, config.data.max_length)
+    _check_fit(model, tokenizer, config.data.max_length)
+    return model
+
+
+def save_model(folder: Path, model_config: PreTrainedConfig, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
+    """Write weights, config and tokenizer as one folder that ``from_pretrained`` loads; whole or not at all."""
+    dtype = next(value.dtype for value in state.values() if value.is_floating_point())
+    with torch.device("meta"):  # a clean model of the same class: wrappers for sharding leave no mark on what is saved
+        model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa", dtype=dtype)
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    with written_whole(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save(partial)
+
+
+def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    if not Path(path).is_dir():
+        raise ModelError(
+            f"model.path {path!r} is not a folder",
+            allowed="a local checkpoint folder, as save_pretrained writes it",
+            remedy="download the checkpoint first, and give its folder",
+        )
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"the checkpoint in {path!r} cannot be loaded: {error}",
+            allowed="a transformers causal LM in safetensors that needs no remote code",
+            remedy="check that the folder is complete: config.json and its model*.safetensors",
+        ) from error
+
+
+def _from_config(
+    architecture: dict[str, Any], dtype: torch.dtype, tokenizer: Tokenizer, max_length: int
+) -> PreTrainedModel:
+    # What the data decides, unless the user has: a vocabulary, positions, and where documents end.
+    fitted = {"vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.end_id, "bos_token_id": None}
+    wanted = {**fitted, **architecture}
+    model_type = wanted.pop("model_type")
+    try:
+        model_config = AutoConfig.for_model(model_type, **wanted)
+        if "max_position_embeddings" not in architecture and hasattr(model_config, "max_position_embeddings"):
+            model_config.max_position_embeddings = max(max_length, model_config.max_position_embeddings)
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    except BaspError:
+        raise
+    except Exception as error:  # transformers and torch raise many kinds for sizes that do not fit
+        raise ModelError(
+            f"model.config {architecture!r} cannot be built: {error}",
+            allowed="a transformers causal LM's model_type and sizes that fit together",
+            remedy="compare with that architecture's config in transformers",
+        ) from error
+
+
+def _check_fit(model: PreTrainedModel, tokenizer: Tokenizer, max_length: int) -> None:
+    sizes = model.config.get_text_config()
+    if sizes.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"a model with a vocabulary of {sizes.vocab_size} for a tokenizer with {tokenizer.vocab_size}",
+            allowed="a vocabulary at least as large as the tokenizer's",
+            remedy="set data.tokenizer to the checkpoint's own folder, or drop vocab_size from [model.config]",
+        )
+    positions = getattr(sizes, "max_position_embeddings", None)
+    if positions is not None and positions < max_length:
+        raise ConfigError(
+            f"data.max_length {max_length} with a model of max_position_embeddings {positions}",
+            allowed=f"at most {positions}",
+            remedy="lower data.max_length, or raise max_position_embeddings (with rope scaling) in the model's config",
+        )

@@ -1,0 +1,101 @@
+"""The folder of a run: claimed without harming what is there, written without leaving anything half-written."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from basp.errors import ConfigError
+from basp.files import PARTIAL
+
+_OURS = ("config.toml", "metrics.jsonl", "report.png", "model", "tokens")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Names of what a run writes. ``replaced`` is the older run that stood there, kept until this one has finished."""
+
+    path: Path
+    replaced: Path | None = None
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object for each logged step and evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """The picture of the run."""
+        return self.path / "report.png"
+
+    @property
+    def model(self) -> Path:
+        """The final model and its tokenizer."""
+        return self.path / "model"
+
+    def tokens(self, node: int) -> Path:
+        """A node's tokenized documents, there while the run lasts."""
+        return self.path / "tokens" / f"node{node}"
+
+    def finish(self) -> None:
+        """Drop what only a run in progress needs, and the older run that this one replaced."""
+        shutil.rmtree(self.path / "tokens", ignore_errors=True)
+        if self.replaced is not None:
+            shutil.rmtree(self.replaced)
+
+    def abandon(self) -> None:
+        """After a failure: leave no trace of a run that never took a step, and put back what it would have replaced."""
+        shutil.rmtree(self.path / "tokens", ignore_errors=True)
+        if self.metrics.exists() and self.metrics.stat().st_size:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self.replaced is not None:
+            self.replaced.rename(self.path)
+
+
+def claim_run_dir(path: str | Path, *, overwrite: bool) -> RunDir:
+    """Create the folder of a new run.
+
+    Raises:
+        ConfigError: it exists and ``overwrite`` is off, or it holds something that is no run of basp.
+    """
+    folder = Path(path)
+    replaced: Path | None = None
+    try:
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            replaced = _set_aside(folder, overwrite=overwrite)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the run folder {str(folder)!r}: {error.strerror}",
+            allowed="a folder that can be created and written",
+            remedy="choose another run_dir",
+        ) from error
+    return RunDir(folder, replaced)
+
+
+def _set_aside(folder: Path, *, overwrite: bool) -> Path:
+    if not overwrite:
+        raise ConfigError(
+            f"the run folder {str(folder)!r} exists already",
+            allowed="a folder that does not exist, or an empty one",
+            remedy="choose another --run-dir, or replace that run with --overwrite",
+        )
+    names = [item.name for item in folder.iterdir()] if folder.is_dir() else [folder.name]
+    strangers = [name for name in names if name not in _OURS and not name.endswith(PARTIAL)]
+    if strangers:
+        raise ConfigError(
+            f"{str(folder)!r} holds {strangers[0]!r}, which no run of basp wrote",
+            allowed="to overwrite a run folder",
+            remedy="choose another --run-dir, or move that file away",
+        )
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
+        number += 1
+    return folder.rename(aside)

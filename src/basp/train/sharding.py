@@ -1,0 +1,77 @@
+"""How weights lie on ranks (FSDP2, or a copy on each), and what a step needs of it: averaged gradients, their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+_BUCKET_BYTES = 64 << 20
+
+
+def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> None:
+    """FSDP2 over all ranks of ``mesh``: each decoder layer, then the rest. Gradients are reduced in the weights' dtype.
+
+    Args:
+        model: on any device; its weights move to the mesh's.
+        mesh: one dimension of all ranks that average gradients.
+        compute_dtype: that weights are cast to for forward and backward.
+    """
+    weights = next(model.parameters()).dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=weights)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that transformers checkpoints: the units to shard and to compile."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Mean of every gradient over ``group``, for weights that each rank has a copy of. All ranks call it together."""
+    ranks = dist.get_world_size(group)
+    for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=group)
+        flat /= ranks
+        for parameter, mean in zip(bucket, flat.split([grad.numel() for grad in grads]), strict=True):
+            parameter.grad = mean.view_as(parameter)
+
+
+def clip_gradients(parameters: list[nn.Parameter], clip_norm: float) -> float:
+    """Scale gradients to a global norm of at most ``clip_norm`` (0: leave them), and give the norm that they had."""
+    norm = nn.utils.clip_grad_norm_(parameters, clip_norm or float("inf"))
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def whole_state(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All weights on the CPU of rank 0, floating point in ``dtype``; empty on other ranks. Collective."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype, in order, in portions that bound the flat copy."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if bucket and (size >= _BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    if bucket:
+        yield bucket

@@ -1,0 +1,172 @@
+"""What every parity test is compared with: one process, one sequence at a time, plain float64 attention and loss.
+
+Shares no code with basp. Shape letters: T tokens, H query heads, K kv heads, D head dim, Dv value dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "oracle"
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""Largest max |a - b| / max |b| of one tensor (DESIGN, invariant 1)."""
+ZERO_TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-7}
+"""Largest max |a - b| where all of b is zero."""
+
+_MUST_BE_ABSENT = ("sliding_window", "softcap", "s_aux", "sinks", "head_mask", "position_bias", "indices")
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """One whole sequence, every score written out: q [T, H, D], k [T, K, D], v [T, K, Dv] -> [T, H, Dv].
+
+    Computed in float64, whatever comes in; rounded to q's type at the end. Query head h reads kv head h // (H / K).
+    """
+    tokens, heads = q.shape[:2]
+    kv_head = torch.arange(heads) // (heads // k.shape[1])
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()[:, kv_head]) * scale
+    if causal:
+        position = torch.arange(tokens)
+        scores = scores.masked_fill(position[None, None, :] > position[None, :, None], float("-inf"))
+    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    return torch.einsum("hqk,khe->qhe", weights, v.double()[:, kv_head]).type_as(q)
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Sum of the losses of one sequence, and how many there are: token t predicts label t + 1, -100 does not count.
+
+    Args:
+        logits: [T, V].
+        labels: [T] aligned with the tokens, not shifted.
+    """
+    following = labels[1:]
+    counted = following != -100
+    log_probability = torch.log_softmax(logits[:-1].double(), dim=-1)
+    chosen = log_probability.gather(1, following.clamp(min=0)[:, None])[:, 0]
+    return -(chosen * counted).sum(), int(counted.sum())
+
+
+def token_mean(logits_per_sequence: Sequence[Tensor], labels_per_sequence: Sequence[Tensor]) -> Tensor:
+    """Mean loss over every counted token of all sequences, divided once; 0 where none counts.
+
+    Args:
+        logits_per_sequence: [T, V] of each.
+        labels_per_sequence: [T] of each, aligned and not shifted, -100 where there is no loss.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for logits, labels in zip(logits_per_sequence, labels_per_sequence, strict=True):
+        loss, counted = token_losses(logits, torch.as_tensor(labels))
+        total, count = total + loss, count + counted
+    return total / max(count, 1)
+
+
+def run_model(
+    model: nn.Module, micro_batches: Sequence[Sequence[Any]], labels: Sequence[Sequence[Any]] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One optimizer step of a transformers model in one process: its loss, and the gradient of every parameter.
+
+    Each sequence runs alone, at batch size 1, through ``attention``; the step's token losses are summed and divided
+    once. The model is left as it was: same attention implementation, no gradients. A parameter that the loss does not
+    reach has a gradient of zeros.
+
+    Args:
+        model: in the type that the comparison is for.
+        micro_batches: for each its sequences of token ids.
+        labels: alike, aligned and not shifted; the token ids by default.
+    """
+    sequences = [torch.as_tensor(sequence) for batch in micro_batches for sequence in batch]
+    targets = sequences
+    if labels is not None:
+        targets = [torch.as_tensor(sequence) for batch in labels for sequence in batch]
+    model.zero_grad(set_to_none=True)
+    with oracle_attention(model):
+        loss = token_mean([logits_of(model, sequence) for sequence in sequences], targets)
+        if loss.requires_grad:
+            loss.backward()
+    grads = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+    model.zero_grad(set_to_none=True)
+    return loss.detach(), grads
+
+
+def logits_of(model: nn.Module, sequence: Tensor) -> Tensor:
+    """[T, V] of one sequence alone; call it within ``oracle_attention``."""
+    positions = torch.arange(len(sequence))[None]
+    return model(input_ids=sequence[None], position_ids=positions, use_cache=False).logits[0]
+
+
+@contextmanager
+def oracle_attention(model: Any) -> Iterator[None]:
+    """Route a transformers model through ``attention``; puts its own implementation back afterwards."""
+    AttentionInterface.register(NAME, _attention_of_transformers)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attention_of_transformers(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    wishes = [name for name in _MUST_BE_ABSENT if asked.get(name) is not None]
+    assert attention_mask is None, "the oracle takes no mask"
+    assert not wishes, f"the oracle does not know {wishes}"
+    assert dropout == 0.0, "the oracle does not drop"
+    assert query.shape[0] == 1, "the oracle runs one sequence at a time"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attention(q, k, v, True, scale)[None], None
+
+
+def _no_mask(**_: Any) -> None:
+    return None
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """max |got - want| / max |want|, or max |got - want| where all of ``want`` is zero; NaN where either has one."""
+    assert got.shape == want.shape, f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{got.dtype} instead of {want.dtype}"
+    if got.numel() == 0:
+        return 0.0
+    largest = float(want.detach().abs().max())
+    difference = float((got.detach() - want.detach()).abs().max())
+    return difference / largest if largest != 0.0 else difference
+
+
+def assert_close(got: Tensor, want: Tensor, what: str, *, tolerance: float | None = None) -> None:
+    """Fail, naming ``what``, unless ``got`` is ``want`` to the tolerance of its type."""
+    try:
+        error = relative_error(got, want)
+    except AssertionError as mismatch:
+        raise AssertionError(f"{what}: {mismatch}") from None
+    is_zero = not bool(want.detach().any())
+    allowed = ZERO_TOLERANCE[want.dtype] if is_zero else (TOLERANCE[want.dtype] if tolerance is None else tolerance)
+    if not error <= allowed:  # a NaN is not close either
+        kind = "absolute" if is_zero else "relative"
+        raise AssertionError(f"{what}: {kind} error {error:.3g}, allowed {allowed:.3g}")
+
+
+def assert_same_grads(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "gradient") -> None:
+    """``assert_close`` of every entry; both must name the same parameters."""
+    assert got.keys() == want.keys(), f"{what}: {sorted(got.keys() ^ want.keys())} in one only"
+    for name in want:
+        assert_close(got[name], want[name], f"{what} of {name}")

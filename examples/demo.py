@@ -20,7 +20,7 @@ def run() -> int:
     """Both runs and their comparison; the exit code of the first that fails."""
     code = main(["train", SETTINGS, "--run-dir", RUNS["basp"]])
     again = ["--strategy", "ulysses", "--steps", str(STEPS), "--run-dir", RUNS["ulysses"]]
-    code = code or main(["train", SETTINGS, *again, "--log.eval-every", "0", "--log.eval-fraction", "0.01"])
+    code = code or main(["train", SETTINGS, *again])
     if code == 0:
         compare()
     return code

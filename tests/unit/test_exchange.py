@@ -6,6 +6,7 @@ documented layout wants it is seen. What each rank should read is written down f
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from math import gcd
@@ -180,14 +181,15 @@ def check_runs(plan: Plan, rank: int, runs: tuple[Run, ...]) -> None:
         assert runs == (Run(1, 1, 1),), "a dummy token, alone"
         return
     alone = private(plan)
-    lengths = [
-        part
-        for shard in sorted(plan.shards[rank])
-        for part in ([plan.lengths[shard.sequence]] if alone[shard.sequence] else [0] * (shard.stop - shard.start))
-    ]
+    lengths: list[int] = []
+    for shard in sorted(plan.shards[rank]):
+        if not alone[shard.sequence]:
+            lengths += [0] * (shard.stop - shard.start)
+        elif shard.start == 0:  # a whole sequence, be it in several shards
+            lengths.append(plan.lengths[shard.sequence])
     assert [length for run in runs for length in [run.length] * (run.batch or run.tokens)] == lengths
     assert all(run.tokens == run.batch * run.length for run in runs if run.length)
-    assert all(first.length != second.length for first, second in zip(runs, runs[1:], strict=False))
+    assert all(first.length != second.length for first, second in itertools.pairwise(runs))
 
 
 def check_calls(plan: Plan, rank: int, calls: tuple[Call, ...]) -> None:

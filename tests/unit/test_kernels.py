@@ -125,7 +125,7 @@ def test_kernels_are_found_by_name() -> None:
 def test_an_unknown_kernel_names_the_nearest() -> None:
     with pytest.raises(ModelError, match=r"kernel 'sdpaa'.*'auto', 'eager', 'sdpa'.*did you mean 'sdpa'\?"):
         find_kernel("sdpaa")
-    with pytest.raises(ModelError, match="kernel 'flash'.*choose one of these"):
+    with pytest.raises(ModelError, match=r"kernel 'flash'.*choose one of these"):
         find_kernel("flash")
     with pytest.raises(ModelError, match=r"kernel 'Auto'.*did you mean 'auto'\?"):
         find_kernel("Auto")

@@ -161,13 +161,12 @@ BAD_SIZES = {
     "no sequence": ({"lengths": []}, "^a batch of 0 sequences"),
     "an empty sequence": ({"lengths": [5, 0, 3]}, "^sequence 1 has 0 tokens"),
     "a negative length": ({"lengths": [5, 3, -2]}, "^sequence 2 has -2 tokens"),
-    "float lengths": ({"lengths": [5.0, 3.0]}, "^lengths of type float64"),
-    "a float among lengths": ({"lengths": [5, 3.5]}, "^lengths of type float64"),
-    "boolean lengths": ({"lengths": [True, True]}, "^lengths of type bool"),
-    "a list of lists": ({"lengths": [[5, 3]]}, "^lengths of type int64, 8 tokens in all"),
+    "float lengths": ({"lengths": [5.0, 3.0]}, "whole numbers"),
+    "a float among lengths": ({"lengths": [5, 3.5]}, "whole numbers"),
+    "a list of lists": ({"lengths": [[5, 3]]}, "whole numbers"),
     "too many tokens": ({"lengths": [MAX_TOKENS, 1]}, f"{MAX_TOKENS + 1} tokens in all.*at most {MAX_TOKENS}"),
     "tokens beyond int64": ({"lengths": [2**62, 2**62]}, f"{2**63} tokens in all"),
-    "a length beyond int64": ({"lengths": [2**70]}, "^lengths of type object"),
+    "a length beyond int64": ({"lengths": [2**70]}, "whole numbers"),
     "6 heads for 4 kv heads": ({"heads": 6, "kv_heads": 4}, "^6 query heads with 4 kv heads"),
     "fewer heads than kv heads": ({"heads": 2, "kv_heads": 4}, "^2 query heads with 4 kv heads"),
     "0 heads": ({"heads": 0, "kv_heads": 1}, "^0 query heads with 1 kv heads"),
@@ -185,7 +184,7 @@ def test_sizes_that_no_plan_can_have_are_refused(sizes: dict[str, Any], message:
 
 @pytest.mark.parametrize("lengths", [[float("nan")], [float("inf")], ["7"], [None], [[1, 2], [3]]])
 def test_lengths_that_are_no_numbers_are_refused_as_any_other(lengths: Any) -> None:
-    with pytest.raises(PlanError, match="lengths"):
+    with pytest.raises(PlanError, match="whole numbers"):
         check_sizes(lengths, ranks=2, heads=4, kv_heads=2)
 
 

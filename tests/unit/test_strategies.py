@@ -152,7 +152,7 @@ def test_known_batches() -> None:
     both = plans([1200] * 8, 8, (32, 8))
     assert total(both["basp"]) == 0
     both = plans([1200] * 3, 8, (32, 8))
-    # A token meets the 1 - sum(share^2) of its sequence that lies elsewhere: shares in eighths are 3 3 2, 1 3 3 1, 2 3 3.
+    # 1 - sum(share^2) of each sequence moves; its ranks' shares, in eighths, are 3 3 2, then 1 3 3 1, then 2 3 3.
     assert Fraction(total(both["basp"]), total(both["ulysses"])) == Fraction(2 * 42 + 44, 3 * 56)
     both = plans([16384, 16384, 9000], 8, (32, 8))
     assert both["basp"].tokens.tolist() == [5221] * 8
@@ -170,7 +170,7 @@ def test_strategies_are_found_by_name() -> None:
 def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(PlanError, match=r"strategy 'ulises'.*'basp', 'ulysses'.*did you mean 'ulysses'\?"):
         find_strategy("ulises")
-    with pytest.raises(PlanError, match="strategy 'ring'.*choose one of these"):
+    with pytest.raises(PlanError, match=r"strategy 'ring'.*choose one of these"):
         basp.plan([4], ranks=2, heads=2, strategy="ring")
 
 

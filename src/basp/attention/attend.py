@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Tensor])
 
 
 def _never_traced(function: _Function) -> _Function:
-    return torch.compiler.disable(function)  # whose own annotation loses the function's signature
+    return cast(_Function, torch.compiler.disable(function))  # whose own annotation loses the signature
 
 
 @_never_traced

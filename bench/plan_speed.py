@@ -2,11 +2,11 @@
 
     python bench/plan_speed.py [--repeats 15] [--out plan_speed.jsonl]
 
-Every line of the first table is ``basp.plan`` + ``compile_exchange`` of one rank + the transposes of its gathers: what a
-rank computes on the CPU before the first layer of each micro-step, once for each head configuration. Read the median;
-min and max over the repeats are its spread. Cases are interleaved, so that a busy machine slows all of them alike.
-The slowest rank is timed where ranks differ: all ranks wait for it. Goals, for ``basp``: 20 ms for 64 sequences on 8
-ranks, 2 s for 4096 on 1024.
+Every line of the first table is ``basp.plan`` + ``compile_exchange`` of one rank + the transposes of its gathers: what
+a rank computes on the CPU before the first layer of each micro-step, once for each head configuration. Read the total's
+median; min and max over the repeats are its spread. Cases are interleaved, so that a busy machine slows all of them
+alike. The rank with the largest tables is timed: all ranks wait for it. Goals, for ``basp``: 20 ms for 64 sequences on
+8 ranks, 2 s for 4096 on 1024.
 
 The second table is the bytes that one rank's tables hold for each token that it owns: memory that grows linearly with
 local tokens gives the same figure on every line of a strategy.
@@ -81,7 +81,7 @@ def cases(seed: int) -> list[Case]:
     return [
         Case("64 random on 8", "basp", random, 8, 0.020),
         Case("64 equal on 8", "basp", equal, 8, 0.020),
-        Case("3 equal on 8", "basp", [87381] * 3, 8, 0.020),
+        Case("3 equal on 8", "basp", [87381] * 3, 8),
         Case("64 random on 8", "ulysses", random, 8),
         Case("64 equal on 8", "ulysses", equal, 8),
         Case("4096 random on 1024", "basp", random_lengths(4096, 1 << 24, seed), 1024, 2.0),
@@ -156,9 +156,10 @@ def table_bytes(exchange: Exchange) -> int:
 
 
 def weigh_tables(seed: int) -> Iterator[dict[str, Any]]:
-    print(
-        f"\n{'tokens':>10}{'ranks':>7}  {'strategy':<10}{'local tokens':>13}{'table MiB':>11}{'bytes / local token':>21}"
+    header = (
+        f"{'tokens':>10}{'ranks':>7}  {'strategy':<10}{'local tokens':>13}{'table MiB':>11}{'bytes / local token':>21}"
     )
+    print("\n" + header)
     for strategy in ("basp", "ulysses"):
         for tokens, ranks in ((1 << 15, 8), (1 << 17, 8), (1 << 19, 8), (1 << 19, 32), (1 << 21, 128)):
             lengths = random_lengths(max(2, ranks // 4), tokens, seed)  # long: most of what a rank owns is shared

@@ -4,17 +4,20 @@
 
 Forward and backward of one attention layer over one sequence, which lies on all ranks: there the plan of ``basp`` *is*
 Ulysses, and a general executor can only lose. First, outputs and gradients are compared. Then the two layers run
-A B B A A B B A ... in the same processes after a warm-up, and every pair gives a ratio: basp's time / the hand-written
-layer's, each the time of the slowest rank. Read the median ratio and its spread (min, quartiles, max), never a single
-time: ranks outnumber the cores of a small machine. Goal: a median of at most 1.05.
+A B B A A B B A ... in the same processes after a warm-up, and every pair gives two ratios, basp / by hand:
+
+- ``ratio``, of the time of the slowest rank: read the median and its spread (min, quartiles, max), never a single time.
+  Ranks outnumber the cores of a small machine, and whatever else runs on it shows here. Goal: a median of at most 1.05.
+- ``cpu``, of the processor seconds of all ranks together: what the executor itself costs, waiting left out. It hardly
+  moves with load.
 
 Rows of the table:
 
 - ``attention``: sdpa inside, the whole layer. Attention dominates, so that differences are diluted as in training.
-- ``exchange only``: q + k + v inside in place of attention: packing, collectives, unpacking and nothing else.
+- ``exchange``: q + k + v inside in place of attention: packing, collectives, unpacking and nothing else.
 
-Against ``three`` (q, k and v each in an all-to-all, as usual implementations do) and ``one`` (all three packed into one,
-the best that a person writes by hand). ``--profile`` prints where rank 0's time goes in each.
+Against ``three`` (q, k and v each in an all-to-all, as usual implementations do) and ``one`` (all three packed into
+one, the best that a person writes by hand). ``--profile`` prints where rank 0's time goes in each.
 """
 
 from __future__ import annotations
@@ -47,9 +50,22 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 Kernel = Callable[..., Tensor]
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+
+
+def add(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Reads everything that was exchanged, and next to no time."""
+    return q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+INSIDE: dict[str, Kernel] = {"attention": attention, "exchange": add}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=8, help="pairs with attention (4 times as many without)")
+    parser.add_argument("--inside", choices=INSIDE, nargs="+", default=list(INSIDE), help="rows of the table")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of each rank")
     parser.add_argument("--out", type=Path, help="JSONL file to write: a line for each row, after the environment")
     parser.add_argument("--profile", action="store_true", help="print torch.profiler's table of rank 0")
@@ -74,9 +90,10 @@ def run_rank(rank: int, store: str, args: argparse.Namespace) -> None:
     stamp = environment(args.tokens)
     say(json.dumps(stamp))
     say(f"\n{'inside':<15}{'plan':<9}{'against':<9}{'pairs':>6}{'basp ms':>9}{'hand ms':>9}", end="")
-    say(f"{'ratio':>8}{'min':>7}{'q1':>7}{'q3':>7}{'max':>7}")
+    say(f"{'ratio':>8}{'min':>7}{'q1':>7}{'q3':>7}{'max':>7}{'cpu':>8}{'min':>7}{'max':>7}")
     records = [stamp]
-    for inside, kernel, pairs in (("attention", attention, args.pairs), ("exchange only", add, 4 * args.pairs)):
+    for inside in args.inside:
+        kernel, pairs = INSIDE[inside], args.pairs * (1 if inside == "attention" else 4)
         for strategy, against in (("ulysses", "three"), ("basp", "three"), ("ulysses", "one")):
             ours, theirs = layers(strategy, against, kernel, args.tokens)
             check(ours, theirs, args.tokens)
@@ -115,26 +132,17 @@ def layers(strategy: str, against: str, kernel: Kernel, tokens: int) -> tuple[La
     return lambda q, k, v: attend(q, k, v, context, kernel), lambda q, k, v: by_hand(q, k, v, kernel)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-
-
-def add(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """Reads everything that was exchanged, and next to no time."""
-    return q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-
-
 class AllToAll(torch.autograd.Function):
     """[N, ...] -> [N, ...]: block i to rank i."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: D102
         out = torch.empty_like(x)
         dist.all_to_all_single(out, x)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: D102
         out = torch.empty_like(grads[0], memory_format=torch.contiguous_format)
         dist.all_to_all_single(out, grads[0].contiguous())
         return out
@@ -182,7 +190,7 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def step(layer: Layer, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
     *qkv, grad = tensors
     out = layer(*qkv)
-    return [out, *torch.autograd.grad(out, qkv, grad)]
+    return [out.detach(), *torch.autograd.grad(out, qkv, grad)]
 
 
 def check(ours: Layer, theirs: Layer, tokens: int) -> None:
@@ -193,38 +201,44 @@ def check(ours: Layer, theirs: Layer, tokens: int) -> None:
             raise AssertionError(f"{name} differs by {error:.1e}: times would compare different things")
 
 
-def time_step(layer: Layer, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> float:
-    """Seconds until the slowest rank is through, from when all are here."""
+def time_step(layer: Layer, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[float, float]:
+    """Seconds until the slowest rank is through, from when all are here; and processor seconds of all of them."""
     dist.barrier()
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     step(layer, tensors)
     seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    cpu = torch.tensor(time.process_time() - start_cpu, dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item()
+    dist.all_reduce(cpu)
+    return seconds.item(), cpu.item()
 
 
 def compare(ours: Layer, theirs: Layer, tokens: int, pairs: int) -> dict[str, Any]:
     tensors = inputs(tokens)
     for layer in (ours, theirs):
         time_step(layer, tensors)
-    times: list[tuple[float, float]] = []
+    basp_times, hand_times = [], []
     for pair in range(pairs):
-        if pair % 2:  # whoever goes first gains or loses by it as often
-            second = time_step(theirs, tensors)
-            times.append((time_step(ours, tensors), second))
-        else:
-            first = time_step(ours, tensors)
-            times.append((first, time_step(theirs, tensors)))
-    return {"basp_s": [a for a, _ in times], "hand_s": [b for _, b in times], "ratios": [a / b for a, b in times]}
+        order = [(ours, basp_times), (theirs, hand_times)]
+        for layer, times in order[:: -1 if pair % 2 else 1]:  # whoever goes first gains or loses by it as often
+            times.append(time_step(layer, tensors))
+    both = list(zip(basp_times, hand_times, strict=True))
+    return {
+        "basp_s": [seconds for seconds, _ in basp_times],
+        "hand_s": [seconds for seconds, _ in hand_times],
+        "ratios": [a[0] / b[0] for a, b in both],
+        "cpu_ratios": [a[1] / b[1] for a, b in both],
+    }
 
 
 def show(record: dict[str, Any]) -> None:
-    ratios = record["ratios"]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    spread = "".join(f"{x:>7.3f}" for x in (min(ratios), low, high, max(ratios)))
+    ratios, cpu = record["ratios"], record["cpu_ratios"]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     times = "".join(f"{1e3 * statistics.median(record[name]):>9.1f}" for name in ("basp_s", "hand_s"))
+    spread = "".join(f"{x:>7.3f}" for x in (min(ratios), low, high, max(ratios)))
+    of_cpu = f"{statistics.median(cpu):>8.3f}{min(cpu):>7.3f}{max(cpu):>7.3f}"
     say(f"{record['inside']:<15}{record['strategy']:<9}{record['against']:<9}{len(ratios):>6}{times}", end="")
-    say(f"{statistics.median(ratios):>8.3f}{spread}")
+    say(f"{middle:>8.3f}{spread}{of_cpu}")
 
 
 def profile(title: str, layer: Layer, tokens: int, repeats: int = 5) -> None:

@@ -7,29 +7,17 @@ on a CPU group, once per optimizer step.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from basp.errors import BaspError, DisagreementError
+from basp.errors import DisagreementError
 from basp.plans import Ints
 
-Digest = list[tuple[str, int]]
-"""(what it is, a 63-bit hash or count) in a fixed order; the first is 1 where a rank refused its own input."""
-
-REFUSED = "refused input"
-
-
-def hash63(parts: Iterable[bytes]) -> int:
-    """A non-negative 63-bit hash of byte strings, their borders included."""
-    state = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return int.from_bytes(state.digest(), "little") >> 1
+Digest = list[tuple[str, int | str]]
+"""(what it is, a count or a hash in hex) in a fixed order."""
 
 
 def digest_batches(
@@ -45,35 +33,30 @@ def digest_batches(
     """
     lengths = [np.asarray([len(sequence) for sequence in batch], dtype=np.int64) for batch in batches]
     return [
-        (REFUSED, 0),
         ("number of micro-batches", len(batches)),
         ("number of sequences", sum(len(batch) for batch in batches)),
-        ("sequence lengths", hash63(row.tobytes() for row in lengths)),
-        ("token ids", hash63(sequence.tobytes() for batch in batches for sequence in batch)),
-        ("labels", hash63(sequence.tobytes() for batch in labels for sequence in batch)),
-        ("strategy", hash63([strategy.encode()])),
+        ("sequence lengths", _hash(row.tobytes() for row in lengths)),
+        ("token ids", _hash(sequence.tobytes() for batch in batches for sequence in batch)),
+        ("labels", _hash(sequence.tobytes() for batch in labels for sequence in batch)),
+        ("strategy", _hash([strategy.encode()])),
         ("number of ranks to average over", average_ranks),
     ]
 
 
-def refused_digest(like: Digest) -> Digest:
-    """The digest of a rank that refused its own input: nothing of it is compared."""
-    return [(name, int(name == REFUSED)) for name, _ in like]
-
-
-def agree(digest: Digest, group: dist.ProcessGroup, *, refusal: BaspError | None = None) -> None:
+def agree(digest: Digest, group: dist.ProcessGroup, refusal: Exception | None = None) -> None:
     """Compare ``digest`` over ``group``, a group that takes CPU tensors. Every rank raises if any differs.
 
     Args:
-        digest: this rank's.
+        digest: this rank's; as many entries on every rank.
         group: to compare over.
         refusal: why this rank refuses its own input; it is raised here once the other ranks have been told.
 
     Raises:
         DisagreementError: ranks differ, naming which and in what, or another rank refused its input.
-        BaspError: ``refusal``.
+        Exception: ``refusal``.
     """
-    mine = torch.tensor([value for _, value in digest], dtype=torch.int64)
+    # 63-bit hashes of the entries, after a flag: 1 where a rank refused, and nothing else of it is compared.
+    mine = torch.tensor([int(refusal is not None), *(_number(value) for _, value in digest)], dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     if refusal is not None:
@@ -87,20 +70,41 @@ def agree(digest: Digest, group: dist.ProcessGroup, *, refusal: BaspError | None
             allowed="the same valid batch on every rank of the group",
             remedy=f"read the error of {_ranks(refused)}",
         )
-    for column, (name, _) in enumerate(digest):
+    for column, (name, _) in enumerate(digest, start=1):
         values = [row[column] for row in table]
         if len(set(values)) > 1:
             raise DisagreementError(
-                f"{_odd_ones(values, ranks)} other {name} than the rest of the group (ranks {ranks})",
+                _difference(name, values, ranks),
                 allowed="the same batch on every rank of the group: every rank is given all sequences and labels",
                 remedy="seed the sampler alike on these ranks, and do not shard the batch before basp does",
             )
 
 
-def _odd_ones(values: list[int], ranks: list[int]) -> str:
-    common, _ = Counter(values).most_common(1)[0]
-    odd = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
-    return f"{_ranks(odd)} {'has' if len(odd) == 1 else 'have'}"
+def _hash(parts: Iterable[bytes]) -> str:
+    """A hash of byte strings, their borders included."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.hexdigest()
+
+
+def _number(value: int | str) -> int:
+    return value if isinstance(value, int) else int(value[:16] or "0", 16) >> 1
+
+
+def _difference(name: str, values: list[int], ranks: list[int]) -> str:
+    """Who is at odds with whom; nobody is singled out unless more than half of the ranks agree against them."""
+    sides: dict[int, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        sides.setdefault(value, []).append(rank)
+    largest = max(sides.values(), key=len)
+    if 2 * len(largest) <= len(ranks):
+        return f"{name} that differ between {' and '.join(_ranks(side) for side in sides.values())}"
+    odd = [rank for rank in ranks if rank not in largest]
+    return (
+        f"{_ranks(odd)} {'has' if len(odd) == 1 else 'have'} other {name} than the rest of the group ({_ranks(ranks)})"
+    )
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -164,10 +164,11 @@ def compile_exchange(plan: Plan, rank: int, *, head_dim: int, value_head_dim: in
     dispatch = combine = None
     calls: tuple[Call, ...] = ()
     if not private.all():
-        calls = calls_of(plan, rank, private)
-        mine = local.base.keys()
-        workers = _ranks_with(plan.tile_table, [plan.tiles_of[sequence] for sequence, _ in mine])
-        served = [(worker, call) for worker in workers for call in calls_of(plan, worker, private)]
+        calls = calls_of(plan, rank, ~private)
+        owned = np.zeros_like(private)
+        owned[[sequence for sequence, _ in local.base]] = True
+        workers = np.unique(plan.tile_table[owned[plan.tile_table[:, 1]], 0]).tolist()
+        served = [(worker, call) for worker in workers for call in calls_of(plan, worker, owned)]
         columns = _Columns(plan, qk_units=head_dim // unit, v_units=value_dim // unit)
         dispatch = _dispatch_route(plan.ranks, local, calls, served, columns)
         combine = _combine_route(plan.ranks, local, calls, served, plan.heads)
@@ -185,16 +186,22 @@ def compile_exchange(plan: Plan, rank: int, *, head_dim: int, value_head_dim: in
     )
 
 
-def calls_of(plan: Plan, rank: int, private: NDArray[np.bool_]) -> tuple[Call, ...]:
-    """The kernel calls of ``rank``: its tiles of shared sequences, those alike grouped, in order of first appearance.
+def calls_of(plan: Plan, rank: int, among: NDArray[np.bool_]) -> tuple[Call, ...]:
+    """The kernel calls of ``rank`` on some sequences: tiles that are alike grouped, in order of first appearance.
 
-    Sender and receiver both derive a message's order from the receiver's calls, so they never have to negotiate it.
+    Sender and receiver both derive a message's order from the receiver's calls, so they never have to negotiate it. An
+    owner may leave out sequences that it holds nothing of: tiles are alike only if all their owners are.
+
+    Args:
+        plan: the whole plan.
+        rank: whose calls.
+        among: [B] the sequences to look at.
     """
     first, last = np.searchsorted(plan.tile_table[:, 0], (rank, rank + 1))
     alike: dict[tuple[object, ...], list[int]] = {}
     tiles: list[list[int]] = plan.tile_table[first:last].tolist()
     for row, (_, sequence, *shape) in enumerate(tiles, start=int(first)):
-        if not private[sequence]:
+        if among[sequence]:
             alike.setdefault((*shape, plan.owners[sequence]), []).append(row)
     return tuple(_call(plan, rows) for rows in alike.values())
 
@@ -349,10 +356,14 @@ def _lay_out(plan: Plan, rank: int, private: NDArray[np.bool_]) -> _Local:
     runs: list[Run] = []
     base: dict[tuple[int, int], int] = {}
     shared = 0
-    for _, sequence, start, stop in plan.shard_table[first:last].tolist():
-        tokens = stop - start
-        length = tokens if private[sequence] else 0
-        if not length:
+    shards: list[list[int]] = plan.shard_table[first:last].tolist()
+    for _, sequence, start, stop in shards:
+        tokens, length = stop - start, 0
+        if private[sequence]:
+            if start:
+                continue  # its first shard stands for the whole sequence: the others follow it here
+            tokens = length = plan.lengths[sequence]
+        else:
             base[sequence, start] = shared
             shared += tokens
         if runs and runs[-1].length == length:
@@ -369,10 +380,6 @@ def _private_sequences(plan: Plan) -> NDArray[np.bool_]:
         np.minimum.at(lowest, table[:, 1], table[:, 0])
         np.maximum.at(highest, table[:, 1], table[:, 0])
     return lowest == highest
-
-
-def _ranks_with(table: Ints, rows: list[Ints]) -> list[int]:
-    return np.unique(table[np.concatenate(rows), 0]).tolist() if rows else []
 
 
 def _splits(ranks: int, pieces: list[tuple[int, int]]) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from basp.agreement import agree, cpu_group, digest_batches, refused_digest
+from basp.agreement import agree, cpu_group, digest_batches
 from basp.attention import Context, find_kernel
 from basp.collectives import ByteCounter
-from basp.errors import BaspError, BatchError, ConfigError, ModelError
+from basp.errors import BatchError, ConfigError, ModelError
 from basp.losses import IGNORED, share_of_mean, sum_token_losses
 from basp.plans import Ints, Plan
 from basp.strategies import Strategy, find_strategy
@@ -127,12 +127,12 @@ class SequenceParallel:
             BatchError: no micro-batch, an empty one, an empty sequence, labels that do not fit, ids below 0.
             DisagreementError: a rank was given another batch, or refused its own; raised on every rank.
         """
-        refusal: BaspError | None = None
+        refusal: Exception | None = None
         ids: list[list[Ints]] = []
         targets: list[list[Ints]] = []
         try:
             ids, targets = _read(micro_batches, labels)
-        except BaspError as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
             refusal = error
         self._agree(ids, targets, refusal)
         valid = sum(int((target != IGNORED).sum()) for batch in targets for target in batch)
@@ -164,14 +164,14 @@ class SequenceParallel:
         local_sum = sum_token_losses(logits, step.targets)
         return share_of_mean(local_sum, valid_tokens=step.valid_tokens, groups=self.average_groups)
 
-    def _agree(self, ids: list[list[Ints]], targets: list[list[Ints]], refusal: BaspError | None) -> None:
+    def _agree(self, ids: list[list[Ints]], targets: list[list[Ints]], refusal: Exception | None) -> None:
         if self._agreement_group is None:
             if refusal is not None:
                 raise refusal
             return
         name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
         digest = digest_batches(ids, targets, strategy=name, average_ranks=self.average_ranks)
-        agree(digest if refusal is None else refused_digest(digest), self._agreement_group, refusal=refusal)
+        agree(digest, self._agreement_group, refusal)
 
     def _sum_over_data_parallel(self, valid: int, micro_batches: int) -> int:
         """Valid tokens of all data-parallel groups; they must have equally many micro-batches, or collectives hang."""
@@ -198,6 +198,7 @@ class SequenceParallel:
             group=self.group,
             kernel=self.kernel,
             counter=self.counter,
+            agreement_group=self._agreement_group,
         )
         shards = context.layout.shards[self.rank]
         parts = (
@@ -242,6 +243,7 @@ def _read(
     micro_batches: Sequence[Sequences], labels: Sequence[Sequences] | None
 ) -> tuple[list[list[Ints]], list[list[Ints]]]:
     """Token ids and shifted targets of each sequence of each micro-batch, or a refusal."""
+    _check_list(micro_batches, "micro-batches")
     if len(micro_batches) == 0:
         raise BatchError("a step of 0 micro-batches", allowed="1 or more", remedy="skip the step on every rank")
     if labels is not None and len(labels) != len(micro_batches):
@@ -254,6 +256,7 @@ def _read(
     targets: list[list[Ints]] = []
     for number, batch in enumerate(micro_batches):
         where = f"micro-batch {number}, " if len(micro_batches) > 1 else ""
+        _check_list(batch, f"{where}a batch")
         if len(batch) == 0:
             raise BatchError(f"{where}0 sequences", allowed="1 or more", remedy="skip empty batches on every rank")
         ids.append([_ids(sequence, f"{where}sequence {i}") for i, sequence in enumerate(batch)])
@@ -261,8 +264,20 @@ def _read(
     return ids, targets
 
 
+def _check_list(value: Any, what: str) -> None:
+    if isinstance(value, str | bytes) or not hasattr(value, "__len__") or getattr(value, "shape", None) == ():
+        raise BatchError(
+            f"{what} of type {type(value).__name__}",
+            allowed="a list of sequences of token ids (shard_steps: a list of such lists)",
+            remedy="pass sp.shard([ids, ids, ...])",
+        )
+
+
 def _ids(sequence: ArrayLike | Tensor, where: str, *, lowest: tuple[int, ...] = ()) -> Ints:
-    array = sequence.detach().cpu().numpy() if isinstance(sequence, Tensor) else np.asarray(sequence)
+    try:
+        array = sequence.detach().cpu().numpy() if isinstance(sequence, Tensor) else np.asarray(sequence)
+    except (ValueError, TypeError):  # a ragged list
+        array = np.empty((0,), dtype=object)
     if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         raise BatchError(
             f"{where} of shape {array.shape} and type {array.dtype}",

@@ -3,6 +3,9 @@
 Shape letters: N ranks, B sequences, S shards, M tiles, H query heads, K kv heads, D head dim. No torch here.
 """
 
+# What users pass is checked at run time, whatever it is annotated as:
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import hashlib
@@ -19,7 +22,7 @@ from basp.errors import PlanError
 
 Ints = NDArray[np.int64]
 
-MAX_TOKENS = 1 << 28
+MAX_TOKENS = 1 << 27
 """Tokens of one micro-step: keeps query-key pairs x heads, and bytes, within int64."""
 
 
@@ -73,6 +76,8 @@ class Plan:
     def __post_init__(self) -> None:
         check_sizes(self.lengths, ranks=self.ranks, heads=self.heads, kv_heads=self.kv_heads)
         object.__setattr__(self, "lengths", tuple(int(length) for length in self.lengths))
+        for name, kind in (("ranks", int), ("heads", int), ("kv_heads", int), ("causal", bool)):
+            object.__setattr__(self, name, kind(getattr(self, name)))  # numpy's would have another digest
         object.__setattr__(self, "shard_table", _canonical(self.shard_table, columns=4, order=(0, 1, 2)))
         object.__setattr__(self, "tile_table", _canonical(self.tile_table, columns=6, order=(0, 1, 2, 4)))
         self._check_shards()
@@ -315,17 +320,21 @@ def check_sizes(lengths: Sequence[int], *, ranks: int, heads: int, kv_heads: int
         PlanError: no sequence, a length that is not a whole number from 1, more than ``MAX_TOKENS`` tokens, ranks
             below 1, or heads that are not a multiple of kv heads.
     """
+    for name, value in (("ranks", ranks), ("heads", heads), ("kv_heads", kv_heads)):
+        if not isinstance(value, int | np.integer):
+            raise PlanError(f"{name}={value!r}", allowed="a whole number", remedy="pass an int")
     if ranks < 1:
         raise PlanError(f"{ranks} ranks", allowed="1 or more", remedy="give the size of the process group")
     if len(lengths) == 0:
         raise PlanError("a batch of 0 sequences", allowed="1 or more", remedy="skip empty batches on every rank")
-    sizes = np.asarray(lengths)
-    if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer) or sum(map(int, lengths)) > MAX_TOKENS:
+    odd = [length for length in lengths if not isinstance(length, int | np.integer)]
+    if odd or sum(map(int, lengths)) > MAX_TOKENS:
         raise PlanError(
-            f"lengths of type {sizes.dtype}, {sum(map(int, sizes.flat))} tokens in all",
+            f"a length of {odd[0]!r}" if odd else f"{sum(map(int, lengths))} tokens in all",
             allowed=f"a list of whole numbers, at most {MAX_TOKENS} tokens",
             remedy="give one length for each sequence",
         )
+    sizes = np.asarray(lengths)
     short = np.flatnonzero(sizes < 1)
     if short.size:
         raise PlanError(
@@ -347,11 +356,14 @@ def _table(parts: Sequence[Iterable[tuple[int, ...]]], *, columns: int) -> Ints:
 
 
 def _canonical(table: ArrayLike, *, columns: int, order: tuple[int, ...]) -> Ints:
-    rows = np.asarray(table, dtype=np.int64)
-    if rows.ndim != 2 or rows.shape[1] != columns:
+    rows = np.asarray(table)
+    if rows.ndim != 2 or rows.shape[1] != columns or not np.issubdtype(rows.dtype, np.integer):
         raise PlanError(
-            f"a table of shape {rows.shape}", allowed=f"[rows, {columns}] integers", remedy="see Plan's docstring"
+            f"a table of shape {rows.shape} and type {rows.dtype}",
+            allowed=f"[rows, {columns}] integers",
+            remedy="see Plan's docstring",
         )
+    rows = rows.astype(np.int64)
     rows = np.ascontiguousarray(rows[np.lexsort(tuple(rows[:, column] for column in reversed(order)))])
     rows.setflags(write=False)
     return rows

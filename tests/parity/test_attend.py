@@ -446,9 +446,12 @@ def test_paper_basp_is_one_kernel_call_and_no_second_gather() -> None:
 # -- low precision ---------------------------------------------------------------------------------------------------
 
 
-def errors_in_bf16(rank: int, world: int, case: Case) -> list[tuple[float, float, float]]:
-    """For output and gradients: largest and summed squared error against the float64 oracle, and the largest value."""
-    group = dist.group.WORLD if world > 1 else None
+def errors_in_bf16(rank: int, world: int, cases: list[Case]) -> list[list[tuple[float, float]]]:
+    """For each case, for output and gradients: largest and summed squared error against the float64 oracle."""
+    return [_errors(case, rank, dist.group.WORLD if world > 1 else None) for case in cases]
+
+
+def _errors(case: Case, rank: int, group: dist.ProcessGroup | None) -> list[tuple[float, float]]:
     context, given = case.context(group), tensors(case)
     shards = context.layout.shards[rank]
     parts = [local([row[i] for row in given], shards).to(case.dtype) for i in range(4)]
@@ -456,33 +459,41 @@ def errors_in_bf16(rank: int, world: int, case: Case) -> list[tuple[float, float
     out = attend(*qkv, context)
     out.backward(parts[3])
     want = oracle_rows(case, given)
-    errors: list[tuple[float, float, float]] = []
+    errors: list[tuple[float, float]] = []
     for index, mine in enumerate([out.detach(), *token_first(case.layout, leaves, parts[:3])]):
         assert mine is not None
         assert mine.dtype == torch.bfloat16
-        expected = local([row[index] for row in want], shards)
-        off = mine.double() - expected
-        errors.append((float(off.abs().max()), float(off.square().sum()), float(expected.abs().max())))
+        off = mine.double() - local([row[index] for row in want], shards)
+        errors.append((float(off.abs().max()), float(off.square().sum())))
     return errors
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (8, 2), (7, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (7, 1), (8, 2)])
 def test_kf30_bf16_error_does_not_grow_with_the_degree(heads: int, kv_heads: int, kernel: str) -> None:
-    case = Case(
-        (160, 96),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=16,
-        value_dim=16,
-        strategy="ulysses",
-        kernel=kernel,
-        dtype=torch.bfloat16,
-    )
-    (alone,) = run_ranks(1, errors_in_bf16, case)
-    together = run_ranks(4, errors_in_bf16, case)
+    """Gradients of a kv head that 4 ranks read are summed over ranks.
+
+    The norm of the error is what grows with the degree; the largest entry is one draw from a tail, so it is compared
+    over several batches together.
+    """
+    cases = [
+        Case(
+            (96 + i, 64),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=16,
+            value_dim=16,
+            strategy="ulysses",
+            kernel=kernel,
+            dtype=torch.bfloat16,
+        )
+        for i in range(4)
+    ]
+    (alone,) = run_ranks(1, errors_in_bf16, cases)
+    together = run_ranks(4, errors_in_bf16, cases)
     for index, name in enumerate(("output", "q's gradient", "k's gradient", "v's gradient")):
-        largest = max(rank[index][0] for rank in together)
-        squared = sum(rank[index][1] for rank in together)
-        assert largest <= 2 * alone[index][0], name
-        assert squared**0.5 <= 1.25 * alone[index][1] ** 0.5, name
+        for case in range(len(cases)):
+            squared = sum(rank[case][index][1] for rank in together)
+            assert squared <= 1.25**2 * alone[case][index][1], name
+        largest = max(errors[index][0] for rank in together for errors in rank)
+        assert largest <= 2 * max(errors[index][0] for errors in alone), name

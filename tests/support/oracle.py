@@ -5,19 +5,23 @@ Shares no code with basp. Shape letters: T tokens, H query heads, K kv heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 NAME = "oracle"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Largest max |a - b| / max |b| of one tensor (DESIGN, invariant 1)."""
 ZERO_TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-7}
 """Largest max |a - b| where all of b is zero."""
+
+VOCABULARY = 32
+"""Token ids of ``TinyLM``."""
 
 _MUST_BE_ABSENT = ("sliding_window", "softcap", "s_aux", "sinks", "head_mask", "position_bias", "indices")
 
@@ -70,14 +74,14 @@ def token_mean(logits_per_sequence: Sequence[Tensor], labels_per_sequence: Seque
 def run_model(
     model: nn.Module, micro_batches: Sequence[Sequence[Any]], labels: Sequence[Sequence[Any]] | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One optimizer step of a transformers model in one process: its loss, and the gradient of every parameter.
+    """One optimizer step in one process: its loss, and the gradient of every parameter.
 
     Each sequence runs alone, at batch size 1, through ``attention``; the step's token losses are summed and divided
     once. The model is left as it was: same attention implementation, no gradients. A parameter that the loss does not
     reach has a gradient of zeros.
 
     Args:
-        model: in the type that the comparison is for.
+        model: of transformers, or a ``TinyLM``; in the type that the comparison is for.
         micro_batches: for each its sequences of token ids.
         labels: alike, aligned and not shifted; the token ids by default.
     """
@@ -86,7 +90,7 @@ def run_model(
     if labels is not None:
         targets = [torch.as_tensor(sequence) for batch in labels for sequence in batch]
     model.zero_grad(set_to_none=True)
-    with oracle_attention(model):
+    with oracle_attention(model) if isinstance(model, PreTrainedModel) else nullcontext():
         loss = token_mean([logits_of(model, sequence) for sequence in sequences], targets)
         if loss.requires_grad:
             loss.backward()
@@ -139,6 +143,43 @@ def _attention_of_transformers(
 
 def _no_mask(**_: Any) -> None:
     return None
+
+
+class TinyLM(nn.Module):
+    """One attention layer with positions, in float64, the same for the same seed: a model without transformers.
+
+    Args:
+        attend: ``attend(q, k, v, context)`` of the system under test, called with ``basp_context``; without it the
+            oracle's attention runs, which takes one sequence at a time.
+    """
+
+    def __init__(
+        self, *, attend: Callable[..., Tensor] | None = None, heads: int = 4, kv_heads: int = 2, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.attend, self.heads, self.kv_heads = attend, heads, kv_heads
+        width, dim = 8, 4
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(VOCABULARY, width)
+            self.place = nn.Embedding(64, width)
+            self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * dim)
+            self.out = nn.Linear(heads * dim, width)
+            self.head = nn.Linear(width, VOCABULARY)
+        self.double()
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, basp_context: Any = None
+    ) -> SimpleNamespace:
+        """Logits [1, T, V] of token ids [1, T]."""
+        hidden = self.embed(input_ids[0]) + self.place(position_ids[0])
+        packed = self.qkv(hidden).unflatten(1, (self.heads + 2 * self.kv_heads, -1))
+        q, k, v = packed.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.attend is None:
+            mixed = attention(q, k, v, True, q.shape[2] ** -0.5)
+        else:
+            mixed = self.attend(q, k, v, basp_context)
+        return SimpleNamespace(logits=self.head(torch.tanh(hidden + self.out(mixed.flatten(1))))[None])
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

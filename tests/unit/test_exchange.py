@@ -287,6 +287,15 @@ def test_attention_far_from_its_tokens() -> None:
     assert idle.dispatch.send_splits == idle.dispatch.recv_splits == (0, 0, 0)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ends", [(4, 4), (4, 6)])
+def test_tiles_alike_with_other_owners_are_not_one_call(ends: tuple[int, int], causal: bool) -> None:
+    shards = [[Shard(0, 0, 2), Shard(1, 2, ends[1])], [Shard(0, 2, 4), Shard(1, 0, 2)]]
+    tiles = [[Tile(0, 0, 2, 0, 4), Tile(1, 0, 2, 0, 4)], [Tile(1, 0, 2, 4, 6)] if ends[1] == 6 else []]
+    plan = Plan.of(ends, heads=2, kv_heads=1, shards=shards, tiles=tiles, causal=causal)
+    assert [call.sequences for call in check_exchange(plan)[0].calls] == [(0,), (1,)]
+
+
 # ---- what is left out
 
 

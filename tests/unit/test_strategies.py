@@ -61,13 +61,13 @@ def test_heads_are_shared_in_proportion_to_tokens(batch: list[int], n: int, head
         tiles = {(rank, tile.sequence): tile for rank in range(n) for tile in plan.tiles[rank]}
         assert len(tiles) == len(plan.tile_table), "at most one tile for each rank and sequence"
         for sequence, length in enumerate(batch):
-            border = 0
             for rank, start, stop in plan.owners[sequence]:
-                tile = tiles.pop((rank, sequence), Tile(sequence, border, border, 0, length))
-                assert (tile.head_start, tile.query_start, tile.query_stop) == (border, 0, length)
-                border = tile.head_stop
-                assert abs(Fraction(heads[0] * start, length) - tile.head_start) <= Fraction(1, 2)
-                assert abs(Fraction(heads[0] * stop, length) - tile.head_stop) <= Fraction(1, 2)
+                tile = tiles.pop((rank, sequence), Tile(sequence, 0, 0, 0, length))
+                assert (tile.query_start, tile.query_stop) == (0, length)
+                share = Fraction(heads[0] * (stop - start), length)
+                assert abs(tile.head_stop - tile.head_start - share) <= 1
+                if all(heads[0] * border % length == 0 for border in (start, stop)):
+                    assert tile.head_stop - tile.head_start == share, "whole shares are kept exactly"
         assert not tiles, "only ranks that hold a sequence compute its attention"
 
 
@@ -80,15 +80,13 @@ def test_shards_do_not_follow_the_heads(
     assert all(one[name].shards == two[name].shards for name in one)
 
 
-def test_an_exact_half_goes_to_the_border_of_a_kv_head() -> None:
+def test_owners_of_whole_kv_heads_come_first() -> None:
     for name in ("basp", "ulysses"):
-        plan = basp.plan([4], ranks=4, heads=6, kv_heads=3, strategy=name)  # exact borders: 1.5, 3, 4.5
-        assert [(tile.head_start, tile.head_stop) for tiles in plan.tiles for tile in tiles] == [
-            (0, 2),
-            (2, 3),
-            (3, 4),
-            (4, 6),
-        ]
+        plan = basp.plan([4], ranks=4, heads=6, kv_heads=3, strategy=name)  # borders at 1.5, 3, 4.5: 2, 1, 2, 1 heads
+        heads = [(tile.head_start, tile.head_stop) for tiles in plan.tiles for tile in tiles]
+        assert heads == [(0, 2), (4, 5), (2, 4), (5, 6)]
+        kv_start, kv_stop = plan.kv_range
+        assert (kv_stop - kv_start).tolist() == [1, 1, 1, 1], "no rank reads a kv head that it does not have to"
 
 
 def test_ranks_without_tokens_or_heads_are_left_out() -> None:
@@ -96,7 +94,7 @@ def test_ranks_without_tokens_or_heads_are_left_out() -> None:
     assert plan.shards == ((), (Shard(0, 0, 1),), (), (Shard(0, 1, 2),))
     assert plan.tiles == ((), (Tile(0, 0, 4, 0, 2),), (), (Tile(0, 4, 8, 0, 2),))
     plan = basp.plan([16], ranks=4, heads=1)  # exact borders: 1/4, 1/2, 3/4
-    assert plan.tiles == ((), (), (Tile(0, 0, 1, 0, 16),), ())
+    assert plan.tiles == ((), (Tile(0, 0, 1, 0, 16),), (), ())
 
 
 # ---- against Ulysses and the paper
@@ -118,11 +116,16 @@ def test_equal_lengths_never_move_more_than_ulysses(length: int, batch: int, n: 
 
 @examples
 @given(st.lists(lengths, min_size=1, max_size=6), ranks, head_counts)
-def test_any_lengths_move_at_most_a_third_more_than_ulysses(batch: list[int], n: int, heads: tuple[int, int]) -> None:
-    # Unequal tokens shift head borders off the kv heads' borders. At worst, with 2 query heads for each kv head and one
-    # kv head for each rank, every rank reads 2 kv heads where Ulysses reads 1: (2 + 2) / (2 + 1) of its bytes.
+def test_any_lengths_move_at_most_a_fifth_more_than_ulysses(batch: list[int], n: int, heads: tuple[int, int]) -> None:
     both = plans(batch, n, heads)
-    assert 3 * total(both["basp"]) <= 4 * total(both["ulysses"])
+    assert 5 * total(both["basp"]) <= 6 * total(both["ulysses"])
+
+
+def test_unequal_lengths_do_not_push_owners_off_the_borders_of_kv_heads() -> None:
+    # Rounding borders alone gives every rank an odd head to start with here, and two kv heads to fetch: 1.22 and 1.16.
+    for batch, n, heads in (([1, 12], 4, (8, 4)), ([5658, 139, 100], 16, (32, 16))):
+        both = plans(batch, n, heads)
+        assert 16 * total(both["basp"]) <= 17 * total(both["ulysses"])
 
 
 @examples

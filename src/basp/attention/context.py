@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from basp.agreement import agree
 from basp.attention.kernels import Kernel
 from basp.collectives import ByteCounter, DeviceRoute
 from basp.errors import PlanError
 from basp.exchange import Exchange, compile_exchange
 from basp.plans import Plan
-from basp.strategies import Strategy
+from basp.strategies import Strategy, plan
 
 
 class HeadShape(NamedTuple):
@@ -49,6 +50,8 @@ class Context:
         group: the ranks that share the batch, in the order of the plan's ranks; None for a single process.
         kernel: computes attention of whole heads here.
         counter: is told the bytes that this rank sends.
+        agreement_group: the same ranks on CPU tensors, to compare each plan on before its first exchange; None trusts
+            that they are equal.
         causal: whether a query sees only keys at and before its position.
     """
 
@@ -60,10 +63,12 @@ class Context:
         group: dist.ProcessGroup | None,
         kernel: Kernel,
         counter: ByteCounter,
+        agreement_group: dist.ProcessGroup | None = None,
         causal: bool = True,
     ) -> None:
         self.lengths = tuple(lengths)
         self.group, self.strategy, self.kernel, self.counter, self.causal = group, strategy, kernel, counter, causal
+        self.agreement_group = agreement_group
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.layout = self._make_plan(1, 1)
@@ -78,14 +83,14 @@ class Context:
             PlanError: the strategy places tokens by the head counts, so that they would have to move between layers.
         """
         if (heads, kv_heads) not in self._plans:
-            plan = self._make_plan(heads, kv_heads)
-            if not np.array_equal(plan.shard_table, self.layout.shard_table):
+            made = self._make_plan(heads, kv_heads)
+            if not np.array_equal(made.shard_table, self.layout.shard_table):
                 raise PlanError(
                     f"a strategy whose shards for {heads}/{kv_heads} heads differ from those for 1/1",
                     allowed="shards that depend on lengths and ranks only",
                     remedy="let the strategy's tiles, not its shards, follow the heads",
                 )
-            self._plans[heads, kv_heads] = plan
+            self._plans[heads, kv_heads] = made
         return self._plans[heads, kv_heads]
 
     @property
@@ -94,17 +99,28 @@ class Context:
         return list(dict.fromkeys(shape for shape, _ in self._compiled))
 
     def compiled(self, shape: HeadShape, device: torch.device) -> CompiledExchange:
-        """The exchange for a layer of this shape, with its tables on ``device``."""
+        """The exchange for a layer of this shape, with its tables on ``device``. All ranks first ask for it together.
+
+        Raises:
+            DisagreementError: ranks have different plans.
+        """
         if (shape, device) not in self._compiled:
             self._compiled[shape, device] = self._compile(shape, device)
         return self._compiled[shape, device]
 
     def _make_plan(self, heads: int, kv_heads: int) -> Plan:
-        return self.strategy(self.lengths, ranks=self.ranks, heads=heads, kv_heads=kv_heads, causal=self.causal)
+        return plan(
+            self.lengths,
+            ranks=self.ranks,
+            heads=heads,
+            kv_heads=kv_heads,
+            strategy=self.strategy,
+            causal=self.causal,
+        )
 
     def _compile(self, shape: HeadShape, device: torch.device) -> CompiledExchange:
         exchange = compile_exchange(
-            self.plan(shape.heads, shape.kv_heads),
+            self._agreed_plan(shape.heads, shape.kv_heads),
             self.rank,
             head_dim=shape.head_dim,
             value_head_dim=shape.value_head_dim,
@@ -117,3 +133,17 @@ class Context:
             None if call.kv_index is None else torch.tensor(call.kv_index, device=device) for call in exchange.calls
         )
         return CompiledExchange(exchange, dispatch, combine, kv_indices)
+
+    def _agreed_plan(self, heads: int, kv_heads: int) -> Plan:
+        """The plan, once every rank has the same: ranks that run different ones would wait for each other forever."""
+        if self.agreement_group is None:
+            return self.plan(heads, kv_heads)
+        made: Plan | None = None
+        refusal: Exception | None = None
+        try:
+            made = self.plan(heads, kv_heads)
+        except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+            refusal = error
+        agree([(f"plan for {heads}/{kv_heads} heads", made.digest if made else "")], self.agreement_group, refusal)
+        assert made is not None
+        return made

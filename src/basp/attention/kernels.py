@@ -59,8 +59,8 @@ def find_kernel(name: str) -> Kernel:
     if name == "auto":
         return sdpa
     if name not in KERNELS:
-        near = difflib.get_close_matches(name, KERNELS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else 'choose one of these, or "auto"'
+        near = difflib.get_close_matches(name, ["auto", *KERNELS], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "choose one of these"
         raise ModelError(f"kernel {name!r}", allowed=", ".join(map(repr, ["auto", *KERNELS])), remedy=hint)
     return KERNELS[name]
 

@@ -1,5 +1,8 @@
 """Strategies: pure functions from a batch's lengths (and the model's heads) to a Plan."""
 
+# What users pass is checked at run time, whatever it is annotated as:
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import difflib
@@ -61,9 +64,17 @@ def plan(
         causal: whether a query sees only keys at and before its position.
 
     Raises:
-        PlanError: sizes that no plan can have, or an unknown strategy.
+        PlanError: sizes that no plan can have, an unknown strategy, or one that returns another plan than asked.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     check_sizes(lengths, ranks=ranks, heads=heads, kv_heads=kv_heads)
     build = find_strategy(strategy) if isinstance(strategy, str) else strategy
-    return build(lengths, ranks=ranks, heads=heads, kv_heads=kv_heads, causal=causal)
+    made = build(lengths, ranks=ranks, heads=heads, kv_heads=kv_heads, causal=causal)
+    asked = (tuple(map(int, lengths)), ranks, heads, kv_heads, causal)
+    if not isinstance(made, Plan) or asked != (made.lengths, made.ranks, made.heads, made.kv_heads, made.causal):
+        raise PlanError(
+            f"{made!r} from strategy {strategy!r}",
+            allowed=f"a Plan of lengths {asked[0]}, {ranks} ranks, {heads}/{kv_heads} heads, causal={causal}",
+            remedy="build the plan from the arguments that the strategy is given",
+        )
+    return made

@@ -43,8 +43,9 @@ def cut_each(lengths: Sequence[int], *, ranks: int) -> Ints:
 def share_heads(shard_table: Ints, lengths: Sequence[int], *, heads: int, kv_heads: int) -> Ints:
     """Give a sequence's query heads to the ranks that hold it, in proportion to the tokens that they hold.
 
-    The border between two owners lies at heads x (share of the tokens before it), rounded to the nearest whole head.
-    An exact half goes to the side that begins a kv head, so that a kv head is not sent to two ranks for nothing.
+    An owner's number of heads is its share, rounded so that shares add up: within one of exact, and exact where that is
+    whole. Owners whose number is a multiple of the heads that read one kv head come first, in rank order, so that
+    they begin at a kv head and fetch none that another rank fetches as well; the others follow in rank order.
 
     Args:
         shard_table: [S, 4] with one shard of a sequence for each rank that holds it.
@@ -55,16 +56,16 @@ def share_heads(shard_table: Ints, lengths: Sequence[int], *, heads: int, kv_hea
     Returns:
         [M, 6] rank, sequence, head_start, head_stop, 0, length. An owner that gets no head has no tile.
     """
-    rank, sequence, start, stop = shard_table.T
+    _, sequence, start, stop = shard_table.T
     size = np.asarray(lengths, dtype=np.int64)[sequence]
-    head_start = _round_border(heads * start, size, group=heads // kv_heads)
-    head_stop = _round_border(heads * stop, size, group=heads // kv_heads)
-    table = np.stack([rank, sequence, head_start, head_stop, np.zeros_like(size), size], axis=1)
-    return table[head_start < head_stop]
+    number = _nearest(heads * stop, size) - _nearest(heads * start, size)
+    order = np.lexsort((start, number % (heads // kv_heads) != 0, sequence))
+    rank, sequence, number, size = shard_table[order, 0], sequence[order], number[order], size[order]
+    head_stop = np.cumsum(number) - heads * sequence  # every sequence before this one has given away all its heads
+    table = np.stack([rank, sequence, head_stop - number, head_stop, np.zeros_like(size), size], axis=1)
+    return table[number > 0]
 
 
-def _round_border(numerator: Ints, denominator: Ints, *, group: int) -> Ints:
-    """``numerator / denominator`` to the nearest integer; a half goes to a multiple of ``group`` beside it, if any."""
-    whole, rest = np.divmod(numerator, denominator)
-    up = (2 * rest > denominator) | ((2 * rest == denominator) & (whole % group != 0))
-    return whole + up
+def _nearest(numerator: Ints, denominator: Ints) -> Ints:
+    """``numerator / denominator`` to the nearest integer, a half up."""
+    return (2 * numerator + denominator) // (2 * denominator)

@@ -1,0 +1,284 @@
+"""What basp refuses before the first step, by the layer's name and with a remedy, and how it leaves the model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from basp import SequenceParallel, prepare
+from basp.errors import BaspError, BatchError, ModelError, PlanError
+from basp.plans import Plan, Shard, Tile
+from basp.strategies import basp as basp_strategy
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    """A tiny random model: ``name`` is its class without "ForCausalLM"."""
+    config_name = {"Llama4": "Llama4Text", "Gemma3": "Gemma3Text", "GPT2": "GPT2"}.get(name, name)
+    model_name = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    sizes = {key: value for key, value in {**SMALL, **changes}.items() if value is not ...}
+    torch.manual_seed(0)
+    return getattr(transformers, model_name)(getattr(transformers, f"{config_name}Config")(**sizes))
+
+
+LLAMA4 = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32, "head_dim": 8}
+FALCON_H1 = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2}
+
+# What is refused, and the words that its message must have.
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "kf14 window": ("Mistral", {"sliding_window": 4}, ("MistralAttention of layer 0", "sliding window", "config")),
+    "kf14 window in some layers": (
+        "Gemma3",
+        {"sliding_window": 4, "head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]},
+        ("Gemma3Attention of layer 1", "sliding window"),
+    ),
+    "kf14 chunks": ("Llama4", LLAMA4, ("layer 0", "chunk", "attention_chunk_size")),
+    "soft cap": ("Gemma2", {"head_dim": 8}, ("Gemma2Attention of layer 0", "soft cap")),
+    "kf16 sinks": (
+        "GptOss",
+        {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+        ("GptOssAttention of layer 0", "sinks (s_aux)"),
+    ),
+    "kf15 state space": ("Mamba", {}, ("MambaForCausalLM calls the attention function 0 times for its 2 layers",)),
+    "kf15 state space beside attention": ("FalconH1", {**FALCON_H1, "head_dim": 8}, ("FalconH1", "mixes tokens")),
+    "kf15 convolution in one layer of two": (
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention"]},
+        ("Lfm2ForCausalLM calls the attention function 1 times for its 2 layers", "model.layers.1.self_attn"),
+    ),
+    "attention of its own: bloom": ("Bloom", {}, ("BloomForCausalLM", "0 times", "in none")),
+    "attention of its own: falcon": ("Falcon", {}, ("FalconForCausalLM", "0 times", "in none")),
+    "attention of its own: mpt": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, ("MptForCausalLM", "0 times")),
+    "kf32 dropout": (
+        "Llama",
+        {"attention_dropout": 0.1},
+        ("layers.0.self_attn has attention_dropout 0.1", "= 0"),
+    ),
+    "kf32 dropout by another name": ("GPT2", GPT2, ("GPT2Attention of layer 0", "attention dropout 0.1")),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.filterwarnings("ignore:.*fast path is not available.*")  # printed by Mamba without CUDA kernels
+def test_prepare_refuses_and_leaves_the_model_as_it_was(case: str, training: bool) -> None:
+    name, changes, words = REFUSED[case]
+    model = build(name, **changes).train(training)
+    before, modes = model.config._attn_implementation, [module.training for module in model.modules()]
+    seed = torch.get_rng_state()
+    with pytest.raises(ModelError) as refused:
+        prepare(model, SequenceParallel())
+    message = str(refused.value)
+    for word in words:
+        assert word in message
+    for part in ("Allowed: ", "To do: "):
+        assert part in message
+    assert model.config._attn_implementation == before
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), seed)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.arange(3, 8)[None], use_cache=False).logits
+    assert bool(torch.isfinite(logits).all())
+
+
+def test_kf37_prepare_refuses_what_is_not_a_transformers_model() -> None:
+    with pytest.raises(ModelError, match="a Linear") as refused:
+        prepare(nn.Linear(2, 2), SequenceParallel())  # type: ignore[arg-type]
+    assert "AutoModelForCausalLM" in str(refused.value)
+    assert "basp.attention.attend" in str(refused.value)
+
+
+def test_prepare_returns_the_same_model_in_the_same_mode_and_twice_is_once() -> None:
+    model = build("Llama").eval()
+    sp = SequenceParallel()
+    assert prepare(model, sp) is model
+    assert prepare(model, sp) is model
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert bool(torch.isfinite(sp.loss(model, sp.shard([[3, 4, 5]]))))
+
+
+# -- a prepared model used wrongly -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sp() -> SequenceParallel:
+    return SequenceParallel()
+
+
+@pytest.fixture
+def llama(sp: SequenceParallel) -> PreTrainedModel:
+    return prepare(build("Llama"), sp)
+
+
+def test_loss_of_a_model_that_was_not_prepared(sp: SequenceParallel) -> None:
+    model = build("Llama")
+    with pytest.raises(ModelError, match="LlamaForCausalLM whose attention ignored the step") as refused:
+        sp.loss(model, sp.shard([[3, 4, 5], [6, 7]]))
+    assert "basp.prepare" in str(refused.value)
+
+
+def test_loss_after_the_attention_implementation_was_changed(sp: SequenceParallel, llama: PreTrainedModel) -> None:
+    llama.set_attn_implementation("sdpa")
+    with pytest.raises(ModelError, match="ignored the step"):
+        sp.loss(llama, sp.shard([[3, 4, 5]]))
+
+
+def test_a_forward_without_a_step_names_both_ways_out(llama: PreTrainedModel) -> None:
+    with pytest.raises(ModelError, match="LlamaAttention of layer 0 without a basp step") as refused:
+        llama(input_ids=torch.tensor([[3, 4, 5]]))
+    assert "sp.shard" in str(refused.value)
+    assert 'set_attn_implementation("sdpa")' in str(refused.value)
+    llama.set_attn_implementation("sdpa")  # the remedy works
+    assert llama(input_ids=torch.tensor([[3, 4, 5]])).logits.shape == (1, 3, 64)
+
+
+def test_kf19_a_padding_mask_is_refused_and_a_mask_of_ones_is_not(sp: SequenceParallel, llama: PreTrainedModel) -> None:
+    step = sp.shard([[3, 4, 5]])
+    with pytest.raises(ModelError, match=r"attention_mask of shape \(1, 3\) with masked tokens") as refused:
+        llama(**step.inputs, attention_mask=torch.tensor([[0, 1, 1]]))
+    assert "without its padding" in str(refused.value)
+    plain = llama(**step.inputs).logits
+    assert torch.equal(llama(**step.inputs, attention_mask=torch.ones(1, 3, dtype=torch.int64)).logits, plain)
+
+
+def test_a_batch_of_rows_is_refused(sp: SequenceParallel, llama: PreTrainedModel) -> None:
+    step = sp.shard([[3, 4, 5]])
+    with pytest.raises(ModelError, match="batch size 2 in LlamaAttention of layer 0"):
+        llama(**{**step.inputs, "input_ids": step.input_ids.repeat(2, 1)})
+
+
+def test_token_ids_of_another_step_are_refused(sp: SequenceParallel, llama: PreTrainedModel) -> None:
+    step, other = sp.shard_steps([[[3, 4, 5]], [[3, 4, 5, 6]]])
+    wrong = {**step.inputs, "input_ids": other.input_ids, "position_ids": other.position_ids}
+    with pytest.raises(BatchError, match="4, 4 and 4 tokens") as refused:
+        llama(**wrong)
+    assert "the 3 that this rank holds" in str(refused.value)
+    assert "one and the same step" in str(refused.value)
+
+
+# -- bad input to shard ----------------------------------------------------------------------------------------------
+
+OF_INTEGERS = "a 1-D list, array or tensor of at least 1 integer"
+SEQUENCES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "no sequence": ([], ("0 sequences", "1 or more", "skip empty batches")),
+    "an empty sequence": ([[1, 2], []], ("sequence 1 of shape (0,)", OF_INTEGERS, "drop empty documents")),
+    "a padded batch": (torch.ones(1, 2, 3, dtype=torch.int64), ("sequence 0 of shape (2, 3)", "without padding")),
+    "2-D": ([[[1, 2], [3, 4]]], ("sequence 0 of shape (2, 2)", OF_INTEGERS)),
+    "a sequence for a batch": ([1, 2, 3], ("sequence 0 of shape ()", "a list of sequences")),
+    "floats": ([[1.0, 2.0]], ("type float64", OF_INTEGERS)),
+    "float tensor": ([torch.ones(3)], ("type float32", OF_INTEGERS)),
+    "booleans": ([[True, False]], ("type bool", OF_INTEGERS)),
+    "negative": ([[1, 2, -1]], ("sequence 0 has -1 at position 2", "integers from 0", "tokenizer")),
+    "ignored index among the ids": ([[1, -100]], ("has -100 at position 1", "integers from 0")),
+    "ragged": ([[1, [2, 3]]], ("sequence 0", OF_INTEGERS)),
+    "strings": ([["a"]], ("sequence 0", OF_INTEGERS)),
+    "None": ([None], ("sequence 0", OF_INTEGERS)),
+    "a number": (7, ("micro-batch", "sequences")),
+    "None for a batch": (None, ("micro-batch", "sequences")),
+    "text": ("abc", ("sequence 0", OF_INTEGERS)),
+}
+
+
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_sequences_that_shard_refuses(sp: SequenceParallel, case: str) -> None:
+    sequences, words = SEQUENCES[case]
+    with pytest.raises(BatchError) as refused:
+        sp.shard(sequences)
+    for word in (*words, "Allowed: ", "To do: "):
+        assert word in str(refused.value)
+
+
+LABELS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "of fewer sequences": ([[1, 2, 3]], ("labels of 1 sequences for 2",)),
+    "of another length": ([[1, 2, 3], [4]], ("sequence 1 has 2 tokens and 1 labels", "not shifted", "basp shifts")),
+    "shifted already": ([[2, 3], [5]], ("sequence 0 has 3 tokens and 2 labels", "not shifted")),
+    "negative": (
+        [[1, 2, 3], [4, -1]],
+        ("labels of sequence 1 has -1", "or -100", "mark tokens without a loss"),
+    ),
+    "floats": ([[1.0, 2.0, 3.0], [4, 5]], ("labels of sequence 0", "float64")),
+    "None inside": ([None, [4, 5]], ("labels of sequence 0",)),
+    "ragged": ([[1, 2, [3]], [4, 5]], ("labels of sequence 0",)),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_labels_that_shard_refuses(sp: SequenceParallel, case: str) -> None:
+    labels, words = LABELS[case]
+    with pytest.raises(BatchError) as refused:
+        sp.shard([[1, 2, 3], [4, 5]], labels)
+    for word in (*words, "Allowed: ", "To do: "):
+        assert word in str(refused.value)
+
+
+def test_steps_that_shard_steps_refuses(sp: SequenceParallel) -> None:
+    with pytest.raises(BatchError, match="0 micro-batches"):
+        sp.shard_steps([])
+    with pytest.raises(BatchError, match="micro-batch 1, 0 sequences"):
+        sp.shard_steps([[[1]], []])
+    with pytest.raises(BatchError, match="micro-batch 1, sequence 0 has -5"):
+        sp.shard_steps([[[1]], [[-5]]])
+    with pytest.raises(BatchError, match="labels of 1 micro-batches for 2"):
+        sp.shard_steps([[[1]], [[2]]], [[[1]]])
+
+
+# -- strategies of one's own -----------------------------------------------------------------------------------------
+
+
+def sorted_lengths(lengths, *, ranks, heads, kv_heads, causal=True) -> Plan:
+    return basp_strategy(sorted(lengths), ranks=ranks, heads=heads, kv_heads=kv_heads, causal=causal)
+
+
+def not_causal(lengths, *, ranks, heads, kv_heads, causal=True) -> Plan:
+    return basp_strategy(lengths, ranks=ranks, heads=heads, kv_heads=kv_heads, causal=False)
+
+
+def other_ranks(lengths, *, ranks, heads, kv_heads, causal=True) -> Plan:
+    return basp_strategy(lengths, ranks=ranks + 1, heads=heads, kv_heads=kv_heads, causal=causal)
+
+
+@pytest.mark.parametrize("strategy", [sorted_lengths, not_causal, other_ranks])
+def test_a_strategy_that_answers_another_question_is_refused(strategy: Any) -> None:
+    with pytest.raises(PlanError, match="strategy"):
+        SequenceParallel(strategy=strategy).shard([[1, 2, 3], [4, 5]])
+
+
+def by_heads(lengths, *, ranks, heads, kv_heads, causal=True) -> Plan:
+    """Cuts a sequence in as many shards as it has heads."""
+    cuts = sorted({0, lengths[0], *range(0, lengths[0], heads)})
+    shards = [Shard(0, start, stop) for start, stop in itertools.pairwise(cuts)]
+    tiles = [[Tile(0, 0, heads, 0, lengths[0])]]
+    return Plan.of(lengths, heads=heads, kv_heads=kv_heads, shards=[shards], tiles=tiles, causal=causal)
+
+
+def test_a_strategy_whose_shards_follow_the_heads_is_refused() -> None:
+    sp = SequenceParallel(strategy=by_heads)
+    model = prepare(build("Llama"), sp)
+    with pytest.raises(PlanError, match="shards for 4/2 heads differ from those for 1/1"):
+        sp.loss(model, sp.shard([[1, 2, 3, 4, 5, 6]]))
+
+
+def test_unknown_names_get_the_nearest() -> None:
+    with pytest.raises(BaspError, match="did you mean 'ulysses'"):
+        SequenceParallel(strategy="ulises")
+    with pytest.raises(BaspError, match="did you mean 'sdpa'"):
+        SequenceParallel(kernel="spda")

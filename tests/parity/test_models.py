@@ -267,10 +267,10 @@ def test_kf08_kf26_kf35_evaluation_equals_one_process_for_any_batch():
     run_ranks(4, _evaluate)
 
 
-def _other_first_document(rank: int, world: int, strategy: str) -> list[np.ndarray]:
+def _other_first_document(rank: int, world: int, strategy: str, lengths: tuple[int, ...]) -> list[np.ndarray]:
     sp = basp.SequenceParallel(dist.group.WORLD, strategy=strategy)
     model = basp.prepare(tiny_model("llama", dtype=torch.float32), sp)
-    batch = random_batch((8, 14, 3))
+    batch = random_batch(lengths)
     logits = []
     for first in (batch[0], (batch[0] + 1) % 37):
         step = sp.shard([first, *batch[1:]])
@@ -279,14 +279,18 @@ def _other_first_document(rank: int, world: int, strategy: str) -> list[np.ndarr
     shards = step.plan(4, 2).shards[rank]
     document = np.repeat([sequence for sequence, _, _ in shards], [stop - start for _, start, stop in shards])
     changed = (logits[0] != logits[1]).any(-1).numpy()
-    return [changed[document == number] for number in range(3)]
+    return [changed[document == number] for number in range(len(lengths))]
 
 
+@pytest.mark.parametrize("lengths", [(8, 14, 3), (5,) * 6])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_kf12_documents_do_not_see_each_other(strategy):
-    """Another first document: its own logits all change, every other logit keeps every bit."""
-    changed = [np.concatenate(parts) for parts in zip(*run_ranks(3, _other_first_document, strategy), strict=True)]
-    assert [len(part) for part in changed] == [8, 14, 3]
+def test_kf12_documents_do_not_see_each_other(strategy, lengths):
+    """Another first document: its own logits all change, every other logit keeps every bit.
+
+    Shared documents, and under basp two whole ones of the same length on each rank.
+    """
+    ranks = run_ranks(3, _other_first_document, strategy, lengths)
+    changed = [np.concatenate(parts) for parts in zip(*ranks, strict=True)]
+    assert tuple(len(part) for part in changed) == lengths
     assert changed[0].all()
-    assert not changed[1].any()
-    assert not changed[2].any()
+    assert not any(part.any() for part in changed[1:])

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ STARCODER: dict[str, Any] = {
 LLAMA: dict[str, Any] = {**STARCODER, "model_type": "llama"}
 ONE_LAYER: dict[str, Any] = {**LLAMA, "num_hidden_layers": 1}
 
+WORDS = re.findall(r"\w+", "the quick brown fox jumps over a lazy dog and runs from many wolves")
 SIZES = (30, 150, 70, 10, 90, 45, 64, 63, 20, 110)
 """Bytes of each document; with its end token one is a token longer, so that pieces of max_length 64 differ."""
 
@@ -38,8 +40,7 @@ SIZES = (30, 150, 70, 10, 90, 45, 64, 63, 20, 110)
 def write_documents(folder: Path) -> list[str]:
     """Text files 0.txt, 1.txt, ... of ``SIZES``; returns their texts in that order, which is the source's order."""
     draw = random.Random(0)
-    words = "the quick brown fox jumps over a lazy dog and runs from many wolves".split()
-    texts = [" ".join(draw.choice(words) for _ in range(60))[:size] for size in SIZES]
+    texts = [" ".join(draw.choice(WORDS) for _ in range(60))[:size] for size in SIZES]
     folder.mkdir(parents=True)
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_text(text)
@@ -62,8 +63,9 @@ def flags(source: Path, run_dir: Path, model: dict[str, Any] | None = None, **ch
         settings["model__config"] = json.dumps(LLAMA if model is None else model)
     words: list[str] = []
     for name, value in {**settings, **changes}.items():
-        flag = "--" + name.replace("__", ".").replace("_", "-")
-        words += [flag] if value is True else [] if value is False else [flag, str(value)]
+        *tables, key = name.replace("_", "-").split("--")
+        on, off = (".".join([*tables, prefix + key]) for prefix in ("", "no-"))
+        words += [f"--{on if value else off}"] if isinstance(value, bool) else [f"--{on}", str(value)]
     return words
 
 
@@ -152,7 +154,7 @@ class Running:
 
 @contextlib.contextmanager
 def command(words: Sequence[str], *, run_dir: Path, launcher: Sequence[str] = ()) -> Iterator[Running]:
-    """``python -m basp train``, or ``python LAUNCHER -m basp train``, while the block runs; then all of it is killed."""
+    """``python -m basp train``, or ``python LAUNCHER -m basp train``, while the block runs; then it is killed."""
     mark = f"BASP_TEST_MARK={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
     kept = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR", "VIRTUAL_ENV", "LANG") if key in os.environ}

@@ -114,7 +114,7 @@ def test_the_first_step_does_not_depend_on_the_batch_settings_alone(runs: Runs) 
 
 
 def evaluate_here(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Evaluate a fresh model on ``world`` ranks: the loss, what was sent, and how many tokens this rank held at once."""
+    """Evaluate a fresh model on ``world`` ranks: the loss, bytes sent, and tokens that this rank held at once."""
     config = TrainConfig(
         run_dir=str(folder / "eval"),
         model=ModelConfig(config=STARCODER, dtype="float64"),

@@ -14,7 +14,7 @@ from basp.train.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from basp.train.loop import Place, train_rank
 from basp.train.run_dir import RunDir
 from tests.support.ranks import run_ranks
-from tests.train.running import LLAMA, ONE_LAYER, Outcome, flags, read_records, trained, write_documents
+from tests.train.running import ONE_LAYER, WORDS, Outcome, flags, read_records, trained, write_documents
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -115,7 +115,7 @@ def word_tokenizer(folder: Path) -> int:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = "[UNK] [END] the quick brown fox jumps over a lazy dog and runs from many wolves".split()
+    words = ["[UNK]", "[END]", *WORDS]
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[END]")
@@ -156,7 +156,7 @@ def train_here(rank: int, world: int, source: str, run_dir: str, compiled: bool)
     Path(run_dir).mkdir(exist_ok=True)
     config = TrainConfig(
         run_dir=run_dir,
-        model=ModelConfig(config=LLAMA, dtype="float64", compile=compiled),
+        model=ModelConfig(config=ONE_LAYER, dtype="float64", compile=compiled),
         data=DataConfig(source=source, max_length=64),
         optim=OptimConfig(steps=5, lr=1e-2),
     )
@@ -172,7 +172,7 @@ def test_kf27_compiled_layers_train_alike(plain: Plain) -> None:
         graphs = run_ranks(2, train_here, str(plain.source), str(run_dir), compiled, timeout=150)
         # A break at attention; each piece once for the first number of tokens, and once for any number.
         assert all(count > 0 for count in graphs) == compiled
-        assert max(graphs) <= 6 * LLAMA["num_hidden_layers"]
+        assert max(graphs) <= 6 * ONE_LAYER["num_hidden_layers"]
         records[compiled] = read_records(run_dir)
     for name in ("loss", "grad_norm"):
         got, want = ([record[name] for record in records[compiled]] for compiled in (True, False))

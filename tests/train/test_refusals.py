@@ -21,12 +21,15 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.source = folder, folder / "documents"
+        self.refusals = 0
         write_documents(self.source)
         self.done = trained(flags(self.source, folder / "done", ONE_LAYER, ranks=1, optim__steps=1))
 
     def refused(self, said: str, model: dict[str, Any] | None = None, **changes: Any) -> Outcome:
         """Run with ``changes``, and check everything that all refusals have in common."""
-        words = flags(changes.pop("source", self.source), self.folder / "refused", model or ONE_LAYER, **changes)
+        self.refusals += 1
+        run_dir = self.folder / f"refused-{self.refusals}"
+        words = flags(changes.pop("source", self.source), run_dir, model or ONE_LAYER, **changes)
         before = snapshot(self.folder)
         outcome = train(words)
         assert outcome.code == 2, outcome.errors
@@ -35,7 +38,7 @@ class Place:
         assert ".." not in outcome.errors.replace("...", "")
         assert "Traceback" not in outcome.errors
         assert len(outcome.errors) < 1000  # a message is read on a terminal
-        assert not (self.folder / "refused").exists()
+        assert not run_dir.exists()
         assert snapshot(self.folder) == before
         return outcome
 
@@ -139,7 +142,7 @@ def test_an_empty_source(place: Place, tmp_path: Path) -> None:
 
 def test_a_long_document(place: Place) -> None:
     place.refused(
-        r"1\.txt has 151 tokens \(and 5 more are too long\)\. Allowed: at most max_length = 64.*to 151",
+        r"1\.txt has 151 tokens \(and 4 more are too long\)\. Allowed: at most max_length = 64.*to 151",
         data__long_documents="refuse",
     )
 

@@ -154,7 +154,7 @@ def test_a_folder_that_only_has_a_model_in_it_is_no_run(tmp_path: Path) -> None:
     """A folder of models with an unlucky name: every run of basp has a config.toml."""
     (tmp_path / "a" / "model").mkdir(parents=True)
     (tmp_path / "a" / "model" / "weights").write_text("mine")
-    with pytest.raises(ConfigError, match="no run of basp"):
+    with pytest.raises(ConfigError, match=r"run of basp|config\.toml"):
         claim_run_dir(tmp_path / "a", overwrite=True)
     assert (tmp_path / "a" / "model" / "weights").read_text() == "mine"
 
@@ -254,19 +254,24 @@ def test_written_whole_is_there_only_at_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", [False, True])
 def test_written_whole_leaves_nothing_half_written(tmp_path: Path, folder: bool) -> None:
     target = tmp_path / "target"
-    with pytest.raises(TrainingError), written_whole(target) as partial:
-        if folder:
-            partial.mkdir()
-        (partial / "a" if folder else partial).write_text("half")
-        raise TrainingError("it", allowed="", remedy="")
+
+    def fail() -> None:
+        with written_whole(target) as partial:
+            if folder:
+                partial.mkdir()
+            (partial / "a" if folder else partial).write_text("half")
+            raise TrainingError("it", allowed="", remedy="")
+
+    with pytest.raises(TrainingError):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_written_whole_starts_clean_after_a_killed_writer(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    with pytest.raises(TrainingError), written_whole(target) as name:
-        leftover = name
-        raise TrainingError("only the name is wanted", allowed="", remedy="")
+    with written_whole(target) as leftover:
+        leftover.mkdir()
+    target.rmdir()
     leftover.mkdir()
     (leftover / "shard-2-of-2").write_text("of another model")
     with written_whole(target) as partial:

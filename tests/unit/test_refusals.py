@@ -78,7 +78,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.filterwarnings("ignore:.*fast path is not available.*")  # printed by Mamba without CUDA kernels
 def test_prepare_refuses_and_leaves_the_model_as_it_was(case: str, training: bool) -> None:
     name, changes, words = REFUSED[case]
     model = build(name, **changes).train(training)

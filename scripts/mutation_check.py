@@ -1,0 +1,154 @@
+"""Plant faults, one at a time, in a copy of the package, and see that named tests notice each.
+
+    python scripts/mutation_check.py            # all, about two minutes on two cores
+    python scripts/mutation_check.py loss       # those whose name contains "loss"
+
+Exit code 1 if a fault goes unnoticed, or no longer fits the source.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Fault(NamedTuple):
+    """A fault in ``file``: ``before`` becomes ``after``; ``test`` must fail."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    test: str
+
+
+FAULTS = (
+    Fault(
+        "two rows of a dispatch table swapped",
+        "exchange.py",
+        "send=Gather(_concatenate([rows for _, rows in sent]),",
+        "send=Gather(_concatenate([rows if i else np.roll(rows, 1) for i, (_, rows) in enumerate(sent)]),",
+        "tests/parity/test_attend.py::test_kf22_kf23_any_heads_on_any_number_of_ranks",
+    ),
+    Fault(
+        "two rows of a combine table swapped",
+        "exchange.py",
+        "    index[place] = np.arange(len(place))\n",
+        "    index[place] = np.roll(np.arange(len(place)), 1)\n",
+        "tests/unit/test_exchange.py::test_calls_of_strategies_read_what_their_tiles_need",
+    ),
+    Fault(
+        "a label dropped at a shard's border",
+        "parallel.py",
+        "[targets[sequence][start:stop] for",
+        "[np.append(targets[sequence][start : stop - 1], IGNORED) for",
+        "tests/parity/test_loss.py::test_kf13_kf17_no_label_is_lost_at_a_border_and_positions_are_the_sequences_own",
+    ),
+    Fault(
+        "positions in the slice instead of the sequence",
+        "parallel.py",
+        "[np.arange(start, stop) for",
+        "[np.arange(stop - start) for",
+        "tests/parity/test_loss.py::test_kf13_kf17_no_label_is_lost_at_a_border_and_positions_are_the_sequences_own",
+    ),
+    Fault(
+        "the loss's gradient scaled by N",
+        "losses.py",
+        "ctx.scale = ranks / valid_tokens",
+        "ctx.scale = ranks * ranks / valid_tokens",
+        "tests/parity/test_loss.py::test_the_worked_example_of_the_docstring",
+    ),
+    Fault(
+        "a mean of means over micro-batches",
+        "parallel.py",
+        "valid_tokens=step.valid_tokens,",
+        "valid_tokens=step.valid_tokens // 2,",
+        "tests/parity/test_loss.py::test_kf01_kf03_kf06_every_step_has_the_loss_and_gradient_of_one_process",
+    ),
+    Fault(
+        "key and value gradients of other ranks lost",
+        "collectives.py",
+        "for rows, places in self.rounds:",
+        "for rows, places in self.rounds[1:]:",
+        "tests/parity/test_attend.py::test_kf22_kf23_any_heads_on_any_number_of_ranks",
+    ),
+    Fault(
+        "a kv head off by one",
+        "exchange.py",
+        "kv_index = tuple(head // group - kv_start for",
+        "kv_index = tuple((head + 1) // group % (kv_stop - kv_start) for",
+        "tests/parity/test_attend.py::test_kf22_kf23_any_heads_on_any_number_of_ranks",
+    ),
+    Fault(
+        "no causal mask",
+        "attention/attend.py",
+        "causal=context.causal,",
+        "causal=False,",
+        "tests/parity/test_attend.py::test_kf20_kf21_any_length_on_any_number_of_ranks",
+    ),
+    Fault(
+        "values left out of the traffic",
+        "plans.py",
+        "keys * (head_dim + value_dim)",
+        "keys * head_dim",
+        "tests/unit/test_plans.py::test_traffic_equals_a_count_by_hand",
+    ),
+    Fault(
+        "own rows counted as sent",
+        "collectives.py",
+        "    sent[dist.get_rank(route.group)] = 0\n",
+        "",
+        "tests/parity/test_attend.py::test_kf20_kf21_any_length_on_any_number_of_ranks",
+    ),
+    Fault(
+        "ranks that differ are not noticed",
+        "agreement.py",
+        "if len(set(values)) > 1:",
+        "if len(set(values)) > len(values):",
+        "tests/parity/test_agreement.py::test_kf28_kf11_every_rank_names_the_odd_one_and_what_differs",
+    ),
+)
+
+
+def notices(fault: Fault) -> bool:
+    """Whether the fault's test fails, and not for want of the test, on a copy of the package that has the fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "basp"
+        shutil.copytree(ROOT / "src" / "basp", package)
+        source = package / fault.file
+        text = source.read_text(encoding="utf-8")
+        if text.count(fault.before) != 1:
+            print(
+                f"the fault no longer fits {fault.file}: {fault.before!r} stands there {text.count(fault.before)} times"
+            )
+            return False
+        source.write_text(text.replace(fault.before, fault.after), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=100", fault.test]
+        environment = {**os.environ, "PYTHONPATH": folder}
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    failed = run.returncode == 1 and f"FAILED {fault.test}" in run.stdout
+    if not failed:
+        print(run.stdout[-2000:])
+    return failed
+
+
+def main() -> int:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    missed = []
+    for fault in FAULTS:
+        if wanted in fault.name:
+            noticed = notices(fault)
+            print(f"{'noticed' if noticed else 'MISSED '}  {fault.name}", flush=True)
+            missed += [] if noticed else [fault.name]
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

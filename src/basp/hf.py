@@ -8,10 +8,13 @@ brings every layer's wishes to light before training.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from basp.attention import Context, attend
@@ -20,6 +23,10 @@ from basp.parallel import SequenceParallel
 
 NAME = "basp"
 """Of the attention implementation. It must not contain "flash": transformers would take it for its own."""
+
+
+class _NoStepError(ModelError):
+    """The attention function was called without a context."""
 
 
 class Probe:
@@ -51,12 +58,20 @@ def prepare(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
             allowed="a transformers PreTrainedModel with a causal LM head",
             remedy="load it with AutoModelForCausalLM, or call basp.attention.attend from your own attention layer",
         )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ModelError(
+            f"a {type(model).__name__} that fully_shard has wrapped already",
+            allowed="a model that is not sharded yet",
+            remedy="call basp.prepare first, then fully_shard",
+        )
     _register()
     _check_dropout(model)
+    _check_chunks(model)
     before = model.config._attn_implementation or "eager"
     try:
         model.set_attn_implementation(NAME)
         _check_layers(model, _run_probe(model))
+        _check_mixing(model)
     except BaseException:
         model.set_attn_implementation(before)  # a refused model stays as it was
         raise
@@ -99,7 +114,7 @@ def basp_attention(
         basp_context.calls[id(module)] += 1
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
     if basp_context is None:
-        raise ModelError(
+        raise _NoStepError(
             f"a forward of {_describe(module)} without a basp step",
             allowed="model(**step.inputs) or sp.loss(model, step)",
             remedy="shard the batch with sp.shard; to use the model without basp, "
@@ -179,13 +194,91 @@ def _check_dropout(model: PreTrainedModel) -> None:
             )
 
 
+def _check_chunks(model: PreTrainedModel) -> None:
+    """Chunked attention reaches only the mask function: a layer never says so itself."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    if "chunked_attention" in kinds:
+        raise ModelError(
+            f"layer {kinds.index('chunked_attention')} of {type(model).__name__} attends within chunks of "
+            f"{config.attention_chunk_size} tokens (attention_chunk_size)",
+            allowed="causal attention over whole sequences",
+            remedy='set every config.layer_types to "full_attention" if that is meant, or train it without basp',
+        )
+
+
+def _forward(model: PreTrainedModel, probe: Probe) -> Tensor:
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    positions = torch.arange(2, device=device)[None]
+    return model(input_ids=ids, position_ids=positions, use_cache=False, basp_context=probe).logits
+
+
+@contextmanager
+def _mode(model: PreTrainedModel, *, training: bool) -> Iterator[None]:
+    """Every module in that mode; each its own mode, and the random state, as before afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    devices = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
+    with torch.random.fork_rng(devices=devices):
+        model.train(training)
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
 @torch.no_grad()
 def _run_probe(model: PreTrainedModel) -> Probe:
     probe = Probe()
-    device = next(model.parameters()).device
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    model(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, basp_context=probe)
+    try:
+        with _mode(model, training=True):  # a layer asks for dropout only then
+            _forward(model, probe)
+    except _NoStepError as error:
+        raise ModelError(
+            f"{type(model).__name__} does not pass keyword arguments of its forward on to attention",
+            allowed="a model whose attention function receives them, as transformers' newer models do",
+            remedy="train this model without basp",
+        ) from error
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} fails a forward of two tokens with an attention function of basp's: {error!r}",
+            allowed="a causal LM that takes input_ids and position_ids, and any attention function",
+            remedy="train this model without basp",
+        ) from error
     return probe
+
+
+def _check_mixing(model: PreTrainedModel) -> None:
+    """The probe's attention returns zeros: a token whose logits still depend on another's embedding mixes elsewhere.
+
+    A derivative that is not exactly 0 shows it, whatever the sizes of the numbers.
+    """
+    if next(model.parameters()).device.type == "meta":
+        return
+    embedded: list[Tensor] = []
+
+    def keep(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
+        embedded.append(torch.randn_like(out).requires_grad_())  # a padding token's own embedding may be 0
+        return embedded[-1].clone()  # a model may scale it in place
+
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad(), _mode(model, training=False):
+            logits = _forward(model, Probe())
+            for token in (0, 1):
+                (grad,) = torch.autograd.grad(logits[0, token].square().sum(), embedded[0], retain_graph=True)
+                if bool(grad[0, 1 - token].any()):
+                    raise ModelError(
+                        f"{type(model).__name__} mixes tokens outside of its attention",
+                        allowed="a model whose tokens meet in attention only",
+                        remedy="a state space, a convolution or linear attention beside attention needs the whole "
+                        "sequence on one rank: train this model without basp",
+                    )
+    finally:
+        hook.remove()
 
 
 def _check_layers(model: PreTrainedModel, probe: Probe) -> None:

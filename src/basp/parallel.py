@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from basp.agreement import agree, cpu_group, digest_batches
 from basp.attention import Context, find_kernel
 from basp.collectives import ByteCounter
-from basp.errors import BatchError, ConfigError, ModelError
+from basp.errors import BatchError, ConfigError, DisagreementError, ModelError
 from basp.losses import IGNORED, share_of_mean, sum_token_losses
 from basp.plans import Ints, Plan
 from basp.strategies import Strategy, find_strategy
@@ -38,6 +38,7 @@ class Step:
         targets: [1, T] the next token of each, -100 where it has none or it is ignored.
         context: what the model's attention needs.
         valid_tokens: targets with a loss in the whole optimizer step, over all ranks and micro-steps.
+        highest_id: of all token ids and labels of the micro-batch, on whichever rank they are.
     """
 
     input_ids: Tensor
@@ -45,6 +46,7 @@ class Step:
     targets: Tensor
     context: Context
     valid_tokens: int
+    highest_id: int
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -130,14 +132,19 @@ class SequenceParallel:
         refusal: Exception | None = None
         ids: list[list[Ints]] = []
         targets: list[list[Ints]] = []
+        contexts: list[Context] = []
         try:
             ids, targets = _read(micro_batches, labels)
+            contexts = [self._context(batch) for batch in ids]
         except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
             refusal = error
-        self._agree(ids, targets, refusal)
+        try:
+            self._agree(ids, targets, refusal)
+        except Exception as error:  # nor may the other data-parallel groups wait
+            refusal = error
         valid = sum(int((target != IGNORED).sum()) for batch in targets for target in batch)
-        valid = self._sum_over_data_parallel(valid, len(ids))
-        return tuple(self._cut(batch, batch_targets, valid) for batch, batch_targets in zip(ids, targets, strict=True))
+        valid = self._sum_over_data_parallel(valid, len(ids), refusal)
+        return tuple(self._cut(*parts, valid) for parts in zip(ids, targets, contexts, strict=True))
 
     def loss(self, model: Any, step: Step) -> Tensor:
         """This micro-step's share of the mean loss over all valid tokens of the optimizer step.
@@ -148,7 +155,15 @@ class SequenceParallel:
 
         Raises:
             ModelError: the model's attention did not use the step: it was not prepared.
+            BatchError: a token id or label that the model's vocabulary does not have.
         """
+        vocabulary = model.get_input_embeddings().num_embeddings
+        if step.highest_id >= vocabulary:  # on every rank: else the one that holds it fails, and the others wait
+            raise BatchError(
+                f"token id or label {step.highest_id} for a vocabulary of {vocabulary}",
+                allowed=f"ids from 0 to {vocabulary - 1}",
+                remedy="use the model's own tokenizer, or resize its embeddings",
+            )
         before = step.context.attended
         logits = model(**step.inputs).logits
         if step.context.attended == before:
@@ -173,26 +188,35 @@ class SequenceParallel:
         digest = digest_batches(ids, targets, strategy=name, average_ranks=self.average_ranks)
         agree(digest, self._agreement_group, refusal)
 
-    def _sum_over_data_parallel(self, valid: int, micro_batches: int) -> int:
-        """Valid tokens of all data-parallel groups; they must have equally many micro-batches, or collectives hang."""
-        for group in self.average_groups:
-            if group is self.group:
-                continue
-            counts = torch.tensor([valid, micro_batches, -micro_batches], device=self.device)
-            most = counts[1:].clone()
-            dist.all_reduce(counts[:1], group=group)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-            if most[0] != -most[1]:
-                raise BatchError(
-                    f"{-most[1]} to {most[0]} micro-batches in the data-parallel groups of one step",
-                    allowed="equally many in each",
-                    remedy="drop or split micro-batches so that all groups have the same number",
-                )
-            valid = int(counts[0])
-        return valid
+    def _sum_over_data_parallel(self, valid: int, micro_batches: int, refusal: Exception | None) -> int:
+        """Valid tokens of all data-parallel groups; they must have equally many micro-batches, or collectives hang.
 
-    def _cut(self, ids: list[Ints], targets: list[Ints], valid_tokens: int) -> Step:
-        context = Context(
+        A group that refuses its batch tells the others here. Nobody raises before every dimension has been told.
+        """
+        sums = torch.tensor([valid, int(refusal is not None)], device=self.device)
+        most = torch.tensor([micro_batches, -micro_batches], device=self.device)
+        for group in self.average_groups:
+            if group is not self.group:
+                dist.all_reduce(sums, group=group)
+                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        if refusal is not None:
+            raise refusal
+        if sums[1]:
+            raise DisagreementError(
+                "another data-parallel group refused the batch that it was given",
+                allowed="a valid batch in every group of the mesh",
+                remedy="read the error of that group's ranks",
+            )
+        if most[0] != -most[1]:
+            raise BatchError(
+                f"{-most[1]} to {most[0]} micro-batches in the data-parallel groups of one step",
+                allowed="equally many in each",
+                remedy="drop or split micro-batches so that all groups have the same number",
+            )
+        return int(sums[0])
+
+    def _context(self, ids: list[Ints]) -> Context:
+        return Context(
             [len(sequence) for sequence in ids],
             strategy=self.strategy,
             group=self.group,
@@ -200,6 +224,8 @@ class SequenceParallel:
             counter=self.counter,
             agreement_group=self._agreement_group,
         )
+
+    def _cut(self, ids: list[Ints], targets: list[Ints], context: Context, valid_tokens: int) -> Step:
         shards = context.layout.shards[self.rank]
         parts = (
             [ids[sequence][start:stop] for sequence, start, stop in shards] or [np.zeros(1, dtype=np.int64)],
@@ -211,7 +237,8 @@ class SequenceParallel:
         )
         for tensor in (input_ids, position_ids, local_targets):
             torch._dynamo.maybe_mark_dynamic(tensor, 1)  # a rank's tokens change by the plan: compile for any number
-        return Step(input_ids, position_ids, local_targets, context, valid_tokens)
+        highest = max(int(part.max()) for part in (*ids, *targets))
+        return Step(input_ids, position_ids, local_targets, context, valid_tokens, highest)
 
 
 def _groups(where: dist.ProcessGroup | DeviceMesh | None) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
@@ -219,9 +246,15 @@ def _groups(where: dist.ProcessGroup | DeviceMesh | None) -> tuple[dist.ProcessG
     if where is None:
         return None, []
     if not isinstance(where, DeviceMesh):
+        if dist.get_rank(where) < 0:
+            raise ConfigError(
+                f"a process group that rank {dist.get_rank()} is not in",
+                allowed="a group that holds this rank",
+                remedy="make SequenceParallel on the group's own ranks only",
+            )
         return where, [where]
     names = where.mesh_dim_names or ()
-    if "sp" not in names:
+    if "sp" not in names or not set(names) <= {*AVERAGED_DIMS, "tp"}:
         raise ConfigError(
             f"a mesh with dimensions {names or 'that have no names'}",
             allowed='a mesh with a dimension "sp", beside any of "dp_replicate", "dp_shard", "tp"',

@@ -148,6 +148,21 @@ def test_kf28_plans_that_differ_under_one_name(strategy: type[Fickle]) -> None:
     assert_everywhere(run_ranks(3, other_plan, strategy, timeout=20), "rank 1 has", "plan")
 
 
+class Failing(Fickle):
+    """Raises on the odd rank, already for the layout."""
+
+    def __call__(self, lengths: Sequence[int], **sizes: Any) -> Plan:
+        if self.odd:
+            raise ValueError("no such layout")
+        return basp_strategy(lengths, **sizes)
+
+
+def test_kf28_a_strategy_that_fails_on_one_rank() -> None:
+    outcomes = run_ranks(3, other_plan, Failing, timeout=20)
+    assert outcomes[1][:2] == ("ValueError", "no such layout")
+    assert_everywhere([outcomes[0], outcomes[2]], "rank 1 refused")
+
+
 # -- a rank that refuses its own input -------------------------------------------------------------------------------
 
 BAD: dict[str, Any] = {

@@ -211,6 +211,18 @@ def test_kf29_data_parallel_groups_with_unequal_numbers_of_micro_batches_raise_e
         assert seconds < 10
 
 
+def one_of_four_has_more(rank: int, world: int) -> tuple[str, str, float]:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
+    return attempt(SequenceParallel(mesh), [[[1, 2, 3]]] * (3 if rank == 0 else 2))
+
+
+def test_kf29_every_dimension_hears_of_unequal_micro_batches() -> None:
+    for kind, message, seconds in run_ranks(4, one_of_four_has_more, timeout=20):
+        assert kind == BatchError.__name__
+        assert "2 to 3 micro-batches" in message
+        assert seconds < 10
+
+
 def refuse_in_one_group(rank: int, world: int, how: str) -> tuple[str, str, float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "sp"))
     sequences = [[1, 2, 3], [4, 5]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -63,7 +64,7 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
         for receiver in ready:
             rank = receivers.index(receiver)  # type: ignore[arg-type]
             try:
-                ok, value = receivers[rank].recv()
+                ok, value = pickle.loads(receivers[rank].recv_bytes())
             except EOFError:
                 raise RankFailedError(f"rank {rank} died without a word") from None
             if not ok:
@@ -84,8 +85,8 @@ def _rank(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
         )
         result = function(rank, world, *args)
-        sender.send((True, result))
+        sender.send_bytes(pickle.dumps((True, result)))  # plain: a connection would share tensors' memory, and race
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))

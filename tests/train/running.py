@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -157,10 +158,17 @@ def command(words: Sequence[str], *, run_dir: Path, launcher: Sequence[str] = ()
     """``python -m basp train``, or ``python LAUNCHER -m basp train``, while the block runs; then it is killed."""
     mark = f"BASP_TEST_MARK={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
-    kept = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR", "VIRTUAL_ENV", "LANG") if key in os.environ}
+    kept = {key: os.environ[key] for key in ("PATH", "HOME", "VIRTUAL_ENV", "LANG") if key in os.environ}
+    temporary = tempfile.TemporaryDirectory()  # what a killed command leaves in it goes, too
     process = subprocess.Popen(
         [sys.executable, *launcher, "-m", "basp", "train", *words],
-        env={**kept, name: value, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={
+            **kept,
+            name: value,
+            "TMPDIR": temporary.name,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -179,6 +187,7 @@ def command(words: Sequence[str], *, run_dir: Path, launcher: Sequence[str] = ()
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+        temporary.cleanup()
 
 
 def wait_until(true: Callable[[], bool], timeout: float) -> float:

@@ -191,9 +191,9 @@ SEQUENCES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "ragged": ([[1, [2, 3]]], ("sequence 0", OF_INTEGERS)),
     "strings": ([["a"]], ("sequence 0", OF_INTEGERS)),
     "None": ([None], ("sequence 0", OF_INTEGERS)),
-    "a number": (7, ("micro-batch", "sequences")),
-    "None for a batch": (None, ("micro-batch", "sequences")),
-    "text": ("abc", ("sequence 0", OF_INTEGERS)),
+    "a number": (7, ("a batch of type int", "a list of sequences")),
+    "None for a batch": (None, ("a batch of type NoneType", "a list of sequences")),
+    "text": ("abc", ("a batch of type str", "a list of sequences")),
 }
 
 

@@ -157,13 +157,7 @@ class SequenceParallel:
             ModelError: the model's attention did not use the step: it was not prepared.
             BatchError: a token id or label that the model's vocabulary does not have.
         """
-        vocabulary = model.get_input_embeddings().num_embeddings
-        if step.highest_id >= vocabulary:  # on every rank: else the one that holds it fails, and the others wait
-            raise BatchError(
-                f"token id or label {step.highest_id} for a vocabulary of {vocabulary}",
-                allowed=f"ids from 0 to {vocabulary - 1}",
-                remedy="use the model's own tokenizer, or resize its embeddings",
-            )
+        _check_vocabulary(model, step.highest_id)
         before = step.context.attended
         logits = model(**step.inputs).logits
         if step.context.attended == before:
@@ -239,6 +233,18 @@ class SequenceParallel:
             torch._dynamo.maybe_mark_dynamic(tensor, 1)  # a rank's tokens change by the plan: compile for any number
         highest = max(int(part.max()) for part in (*ids, *targets))
         return Step(input_ids, position_ids, local_targets, context, valid_tokens, highest)
+
+
+def _check_vocabulary(model: Any, highest_id: int) -> None:
+    """Refuse an id that the model lacks on every rank: else the one that holds it fails, and the others wait for it."""
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    vocabulary = getattr(embeddings, "num_embeddings", None)
+    if vocabulary is not None and highest_id >= vocabulary:
+        raise BatchError(
+            f"token id or label {highest_id} for a vocabulary of {vocabulary}",
+            allowed=f"ids from 0 to {vocabulary - 1}",
+            remedy="use the model's own tokenizer, or resize its embeddings",
+        )
 
 
 def _groups(where: dist.ProcessGroup | DeviceMesh | None) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:

@@ -16,11 +16,16 @@ PARTIAL = ".partial"
 def written_whole(target: Path) -> Iterator[Path]:
     """A path to write to, a file or a folder; it takes the name ``target`` only once the block has ended well."""
     partial = target.with_name(f".{target.name}{PARTIAL}")
+    _remove(partial)  # of a process that was killed: nothing of it may end up in the target
     try:
         yield partial
         os.replace(partial, target)
     finally:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -78,6 +78,7 @@ def prepare(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
     return model
 
 
+@torch.compiler.disable
 def basp_attention(
     module: nn.Module,
     query: Tensor,
@@ -90,7 +91,7 @@ def basp_attention(
     basp_context: Context | Probe | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in every layer.
+    """The attention function that transformers calls in every layer. Dynamo does not trace it: one graph break.
 
     Args:
         module: the attention layer.
@@ -127,7 +128,9 @@ def basp_attention(
             remedy="pass step.inputs unchanged",
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, basp_context, scale=scaling)[None], None
+    out = attend(q, k, v, basp_context, scale=scaling)
+    # Not a view for autograd: compiled code after it would be compiled anew for every kind of base that a plan gives.
+    return torch.ops.aten._unsafe_view(out, [1, *out.shape]), None
 
 
 def basp_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 # Ranks fork from a server that has these loaded: 0.1 s for four of them instead of seconds each.
-_context.set_forkserver_preload(["torch", "torch.distributed", "transformers", "basp.hf"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "transformers", "basp.hf"])
 
 
 class RankFailedError(AssertionError):

@@ -130,7 +130,7 @@ class LogConfig:
     """What is written down, and how often."""
 
     every: int = 1
-    """Steps between records of metrics.jsonl."""
+    """Steps between records of metrics.jsonl; the first and the last are always there."""
     eval_every: int = 0
     """Steps between evaluations (needs eval_fraction); 0 evaluates only at the end."""
     eval_fraction: float = 0.0

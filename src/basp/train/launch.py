@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -9,13 +10,16 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 from transformers.utils import logging as transformers_logging
 
 from basp.errors import BaspError, ConfigError, TrainingError
@@ -24,7 +28,7 @@ from basp.train.loop import Place, train_rank
 from basp.train.run_dir import RunDir, claim_run_dir
 from basp.train.settings import dump_settings
 
-_GRACE_SECONDS = 3
+_GRACE_SECONDS = 1
 """Between asking the other ranks to end and killing them."""
 
 
@@ -41,7 +45,8 @@ def run(config: TrainConfig) -> int:
     else:
         _check_backend(config.parallel, config.parallel.ranks)
         claimed = _claim(config)
-        _finish_or_abandon(claimed, lambda: _run_local(config, claimed))
+        with _sigterm_as_exit():
+            _finish_or_abandon(claimed, lambda: _run_local(config, claimed))
     return 0
 
 
@@ -57,7 +62,8 @@ def _run_under_torchrun(config: TrainConfig) -> None:
     _check_backend(config.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     place = Place(rank, world, local_rank, int(os.environ.get("GROUP_RANK", 0)), _device(config.parallel, local_rank))
     # Rank 0 claims before it joins the others, who wait for it in init_process_group.
-    claimed = _claim(config) if rank == 0 else RunDir(Path(config.run_dir))
+    resolved = replace(config, parallel=replace(config.parallel, ranks=world))
+    claimed = _claim(resolved) if rank == 0 else RunDir(Path(config.run_dir).resolve())
     try:
         _finish_or_abandon(claimed if rank == 0 else None, lambda: _join_and_train(config, place, claimed, "env://"))
     except BaspError as error:
@@ -71,22 +77,44 @@ def _run_local(config: TrainConfig, claimed: RunDir) -> None:
     ranks = config.parallel.ranks
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "basp.train.loop"])
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # ending ranks is no news
     failures: Any = context.SimpleQueue()
+    others = set(multiprocessing.active_children())
     with tempfile.TemporaryDirectory(prefix="basp-") as folder:
         store = f"file://{folder}/store"
-        processes = start_processes(
-            _local_rank, (config, claimed, store, failures), nprocs=ranks, join=False, start_method="forkserver"
-        )
-        assert processes is not None
         try:
-            while not processes.join(timeout=1.0, grace_period=_GRACE_SECONDS):
-                pass
-        except ProcessException as failure:
-            raise _first_failure(failure, failures, processes.processes) from None
-        finally:
-            for process in processes.processes:  # on Ctrl-C, or anything else that ends the wait
-                if process is not None:
-                    process.kill()
+            processes = start_processes(
+                _local_rank, (config, claimed, store, failures), nprocs=ranks, join=False, start_method="forkserver"
+            )
+            assert processes is not None
+            try:
+                while not processes.join(timeout=1.0, grace_period=_GRACE_SECONDS):
+                    pass
+            except ProcessException as failure:
+                raise _first_failure(failure, failures, processes.processes) from None
+        finally:  # on Ctrl-C, also while ranks are being started, or anything else that ends the wait
+            left = [process for process in multiprocessing.active_children() if process not in others]
+            for process in left:
+                process.kill()
+            for process in left:  # what they write must not come after the tidying up
+                process.join(_GRACE_SECONDS)
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Within it, SIGTERM (a batch system's notice) unwinds like Ctrl-C: ranks end, the run folder is tidied."""
+
+    def leave(*_: Any) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _local_rank(rank: int, config: TrainConfig, claimed: RunDir, store: str, failures: Any) -> None:
@@ -114,6 +142,8 @@ def _join_and_train(config: TrainConfig, place: Place, claimed: RunDir, init_met
         device_id=place.device if place.device.type == "cuda" else None,
     )
     transformers_logging.disable_progress_bar()  # this process is ours, and has a progress bar of its own
+    if place.rank != 0:
+        transformers_logging.set_verbosity_error()  # every rank would repeat the same warning
     train_rank(config, place, claimed)
     dist.destroy_process_group()
 
@@ -138,10 +168,12 @@ def _finish_or_abandon(claimed: RunDir | None, train: Any) -> None:
 def _first_failure(failure: ProcessException, reported: Any, processes: list[Any]) -> BaspError:
     """What to tell: a rank that a signal ended, else the refusal of the lowest rank, else the first traceback."""
     for rank, process in enumerate(processes):
-        # Our own SIGTERM, and SIGKILL after it, come only after the first failure, which has a signal if it was one.
-        if rank == failure.error_index and isinstance(failure, ProcessExitedException) and failure.signal_name:
+        # The rank that fails first need not be the one that was killed: its peers lose the connection within
+        # milliseconds. SIGTERM is what the others get from us afterwards.
+        signalled = -(process.exitcode or 0)
+        if signalled > 0 and (rank == failure.error_index or signalled != signal.SIGTERM):
             return TrainingError(
-                f"rank {rank} (process {process.pid}) was ended by {failure.signal_name}",
+                f"rank {rank} (process {process.pid}) was ended by {signal.Signals(signalled).name}",
                 allowed="ranks that run until the end",
                 remedy="SIGKILL is often the system running out of memory: lower batch.sequences or data.max_length, "
                 "or turn on model.gradient_checkpointing",

@@ -30,7 +30,13 @@ from basp.train.config import OptimConfig, TrainConfig
 from basp.train.metrics import Reporter
 from basp.train.model import DTYPES, build_model, save_model
 from basp.train.run_dir import RunDir
-from basp.train.sharding import average_gradients, clip_gradients, decoder_layers, shard_model, whole_state
+from basp.train.sharding import (
+    average_gradients,
+    clip_gradients,
+    shard_model,
+    whole_state,
+    wrap_layers,
+)
 
 
 @dataclass(frozen=True)
@@ -131,9 +137,10 @@ class Trainer:
         """One line: what is trained, on what, how."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         parallel = self.config.parallel
+        ranks = f"{self.place.world} ranks" if self.place.world > 1 else "1 rank"
         return (
             f"{type(self.model).__name__.removeprefix('FSDP')} of {parameters:,} parameters on {len(self.train):,} "
-            f"sequences ({self.train.tokens:,} tokens), {self.steps} steps on {self.place.world} ranks "
+            f"sequences ({self.train.tokens:,} tokens), {self.steps} steps on {ranks} "
             f"({parallel.strategy}, sharding {parallel.sharding}, {self.place.device.type})"
         )
 
@@ -147,7 +154,7 @@ class Trainer:
             values, micro_step = self._step(index)
             first = first or micro_step
             number = index + 1
-            if number % every == 0 or number == self.steps:
+            if number == 1 or number % every == 0 or number == self.steps:
                 values |= self._speed(values["tokens"], self.sp.counter.total - before, started)
                 values = {"step": number, "epoch": self.batches.epoch_after(number), **values}
                 reporter.record(values)
@@ -192,16 +199,12 @@ class Trainer:
         config = self.config
         model = build_model(config, self.tokenizer)
         prepare(model, self.sp)
-        if config.model.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
+        wrap_layers(model, compiled=config.model.compile, recomputed=config.model.gradient_checkpointing)
         if config.parallel.sharding == "fsdp":
             shard_model(model, mesh, compute_dtype=DTYPES[config.model.dtype])
         else:
             model.to(self.place.device)  # type: ignore[arg-type]  # transformers' wrapper loses the signature
-        if config.model.compile:
-            for layer in decoder_layers(model):
-                layer.compile()
         return model
 
     def _step(self, index: int) -> tuple[dict[str, Any], Step]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from basp.data.tokenizers import Tokenizer
 from basp.errors import BaspError, ConfigError, ModelError
 from basp.files import written_whole
 from basp.train.config import TrainConfig
+from basp.train.settings import nearest_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -49,6 +52,9 @@ def save_model(folder: Path, model_config: PreTrainedConfig, state: dict[str, Te
     with written_whole(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save(partial)
+        mode = (partial / "config.json").stat().st_mode
+        for weights in partial.glob("*.safetensors"):  # safetensors makes files that only their owner can read
+            weights.chmod(mode)
 
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -59,15 +65,34 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
             remedy="download the checkpoint first, and give its folder",
         )
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"the checkpoint in {path!r} cannot be loaded: {error}",
+            f"the checkpoint in {path!r} cannot be loaded: {_sentence(error)}",
             allowed="a transformers causal LM in safetensors that needs no remote code",
             remedy="check that the folder is complete: config.json and its model*.safetensors",
         ) from error
+    model, told = loaded
+    for kind, meaning in (("missing_keys", "lacks"), ("unexpected_keys", "has, and its config has no place for,")):
+        if told[kind]:
+            names = sorted(told[kind])
+            raise ModelError(
+                f"the checkpoint in {path!r} {meaning} {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
+                allowed="exactly the weights of the model in its config.json",
+                remedy="check that the folder is complete, and that config.json and the weights belong together",
+            )
+    return model
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _from_config(
@@ -77,8 +102,16 @@ def _from_config(
     fitted = {"vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.end_id, "bos_token_id": None}
     wanted = {**fitted, **architecture}
     model_type = wanted.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        near = nearest_name(model_type, list(CONFIG_MAPPING))
+        raise ModelError(
+            f"model.config has model_type {model_type!r}",
+            allowed="the model_type of a transformers causal LM",
+            remedy=f"write {near!r}, the nearest" if near else "see the config.json of the model you mean",
+        )
     try:
         model_config = AutoConfig.for_model(model_type, **wanted)
+        _check_keys(model_config, architecture)
         if "max_position_embeddings" not in architecture and hasattr(model_config, "max_position_embeddings"):
             model_config.max_position_embeddings = max(max_length, model_config.max_position_embeddings)
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
@@ -86,10 +119,23 @@ def _from_config(
         raise
     except Exception as error:  # transformers and torch raise many kinds for sizes that do not fit
         raise ModelError(
-            f"model.config {architecture!r} cannot be built: {error}",
+            f"model.config {architecture!r} cannot be built: {_sentence(error)}",
             allowed="a transformers causal LM's model_type and sizes that fit together",
             remedy="compare with that architecture's config in transformers",
         ) from error
+
+
+def _check_keys(model_config: PreTrainedConfig, architecture: dict[str, Any]) -> None:
+    # What transformers does not know it keeps as an attribute that nothing reads.
+    known = {*inspect.signature(type(model_config).__init__).parameters, *model_config.attribute_map, "model_type"}
+    for key in architecture:
+        if key not in known and key in vars(model_config):
+            near = nearest_name(key, known - {"self", "kwargs"})
+            raise ModelError(
+                f"model.config has an unknown key {key!r}",
+                allowed=f"what transformers' {type(model_config).__name__} takes",
+                remedy=f"write {near!r}, the nearest key" if near else "remove it",
+            )
 
 
 def _check_fit(model: PreTrainedModel, tokenizer: Tokenizer, max_length: int) -> None:

@@ -52,6 +52,8 @@ class RunDir:
     def abandon(self) -> None:
         """After a failure: leave no trace of a run that never took a step, and put back what it would have replaced."""
         shutil.rmtree(self.path / "tokens", ignore_errors=True)
+        for half in self.path.glob(f".*{PARTIAL}"):  # of a rank that was killed while it wrote
+            shutil.rmtree(half) if half.is_dir() else half.unlink()
         if self.metrics.exists() and self.metrics.stat().st_size:
             return
         shutil.rmtree(self.path, ignore_errors=True)
@@ -65,7 +67,7 @@ def claim_run_dir(path: str | Path, *, overwrite: bool) -> RunDir:
     Raises:
         ConfigError: it exists and ``overwrite`` is off, or it holds something that is no run of basp.
     """
-    folder = Path(path)
+    folder = Path(path).resolve()  # a link is followed: the run lies where it points
     replaced: Path | None = None
     try:
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -87,13 +89,15 @@ def _set_aside(folder: Path, *, overwrite: bool) -> Path:
             allowed="a folder that does not exist, or an empty one",
             remedy="choose another --run-dir, or replace that run with --overwrite",
         )
-    names = [item.name for item in folder.iterdir()] if folder.is_dir() else [folder.name]
+    names = [item.name for item in folder.iterdir()] if folder.is_dir() else []
     strangers = [name for name in names if name not in _OURS and not name.endswith(PARTIAL)]
-    if strangers:
+    if strangers or "config.toml" not in names:
+        found = "is a file" if folder.is_file() else "holds no config.toml, which every run of basp has"
+        found = f"holds {strangers[0]!r}, which no run of basp wrote" if strangers else found
         raise ConfigError(
-            f"{str(folder)!r} holds {strangers[0]!r}, which no run of basp wrote",
-            allowed="to overwrite a run folder",
-            remedy="choose another --run-dir, or move that file away",
+            f"{str(folder)!r} {found}",
+            allowed="to overwrite a run folder and nothing else",
+            remedy="choose another --run-dir, or move what is there away",
         )
     number = 1
     while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():

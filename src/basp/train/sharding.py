@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,6 +38,21 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torc
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers that transformers checkpoints: the units to shard and to compile."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def wrap_layers(model: nn.Module, *, compiled: bool, recomputed: bool) -> None:
+    """Compile each decoder layer's forward, and recompute it in the backward pass. Call it before ``shard_model``.
+
+    The checkpoint goes around the compiled forward: inside it, the graph break at attention would make dynamo leave the
+    whole layer uncompiled, without a word. Layers are compiled for any number of tokens, since plans change it.
+    """
+    for layer in decoder_layers(model):
+        forward = layer.forward
+        if compiled:
+            forward = torch.compile(forward, dynamic=True)
+        if recomputed:
+            forward = partial(checkpoint, forward, use_reentrant=False)
+        layer.forward = forward
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -166,7 +166,7 @@ def test_a_failed_drawing_leaves_the_old_picture(monkeypatch: pytest.MonkeyPatch
     path.write_bytes(b"old")
 
     def fail(self: Figure, file: Any, **options: Any) -> None:
-        file.write(b"half")
+        file.write_bytes(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(Figure, "savefig", fail)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.status import Status
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
@@ -79,7 +81,9 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer, place: Place, run: RunD
     folder = run.tokens(place.node)
     if place.local_rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        write_store(read_documents(config.data.source, text_field=config.data.text_field), tokenizer, folder)
+        documents = read_documents(config.data.source, text_field=config.data.text_field)
+        with Console(quiet=place.rank != 0).status(f"reading {config.data.source}") as status:
+            write_store(documents, tokenizer, folder, partial(_show_tokenizing, status))
     while not folder.exists():  # no collective: tokenizing may take longer than any collective should wait
         time.sleep(0.05)
     store = TokenStore.open(folder)
@@ -258,6 +262,10 @@ def learning_rate_factor(step: int, *, optim: OptimConfig, steps: int) -> float:
         return 1.0
     done = (step - optim.warmup) / max(1, steps - optim.warmup)
     return 1.0 - done if optim.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+
+
+def _show_tokenizing(status: Status, documents: int, tokens: int) -> None:
+    status.update(f"tokenizing: {documents:,} documents, {tokens:,} tokens")
 
 
 def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

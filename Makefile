@@ -16,7 +16,7 @@ test: .venv/ready
 check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python scripts/mutation_check.py
 
 .venv/ready: pyproject.toml constraints/cpu.txt

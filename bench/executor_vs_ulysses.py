@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import basp
-from basp.attention import Context, attend
+from basp.attention import AttentionSpec, Context, attend
 
 RANKS, HEADS, KV_HEADS, HEAD_DIM = 4, 16, 4, 64
 
@@ -50,11 +50,11 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 Kernel = Callable[..., Tensor]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, scale=spec.scale, enable_gqa=True)
 
 
-def add(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+def add(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Reads everything that was exchanged, and next to no time."""
     return q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
@@ -160,7 +160,7 @@ def gather_heads(x: Tensor) -> Tensor:
 
 def attend_head_first(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return kernel(q, k, v, causal=True, scale=HEAD_DIM**-0.5)[0].transpose(0, 1)
+    return kernel(q, k, v, AttentionSpec(HEAD_DIM**-0.5))[0].transpose(0, 1)
 
 
 def ulysses_three(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:

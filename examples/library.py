@@ -8,10 +8,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import basp
 
 dist.init_process_group()
-mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))
+device = "cuda" if torch.cuda.is_available() else "cpu"
+mesh = dist.init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("sp",))
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-model = AutoModelForCausalLM.from_config(config)
+model = AutoModelForCausalLM.from_config(config).to(device)
 
 sp = basp.SequenceParallel(mesh, strategy="basp")
 model = basp.prepare(model, sp)  # before fully_shard and torch.compile

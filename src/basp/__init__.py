@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from basp.checks import check
     from basp.hf import prepare
     from basp.parallel import SequenceParallel, Step
     from basp.plans import Plan, Shard, Tile
@@ -22,9 +23,10 @@ _HOME = {
     "SequenceParallel": "basp.parallel",
     "Step": "basp.parallel",
     "prepare": "basp.hf",
+    "check": "basp.checks.command",
 }
 
-__all__ = ["Plan", "SequenceParallel", "Shard", "Step", "Tile", "plan", "prepare"]
+__all__ = ["Plan", "SequenceParallel", "Shard", "Step", "Tile", "check", "plan", "prepare"]
 __version__ = "0.1.0"
 
 

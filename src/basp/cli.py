@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tyro
 
@@ -76,6 +76,12 @@ def _complain(message: str) -> None:
 def _speaks() -> bool:
     """Whether this process is the one that prints: under torchrun every rank meets the same mistake."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _print(table: Table, line: str) -> None:
+    from rich.console import Console
+
+    Console(markup=False, highlight=False).print(table, line)
 
 
 def _parse(options: type[_Options], command: str, arguments: list[str], default: Any = None) -> _Options:
@@ -172,12 +178,8 @@ def _plan(arguments: list[str]) -> int:
     sizes: dict[str, Any] = {"ranks": options.ranks, "heads": options.heads, "kv_heads": options.kv_heads}
     chosen = plan(options.lengths, strategy=options.strategy, **sizes)
     ulysses = plan(options.lengths, strategy="ulysses", **sizes)
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False)
-    console.print(_plan_table(chosen, options))
     totals = [int(_traffic(each, options).sum()) for each in (chosen, ulysses)]
-    console.print(_comparison(options.strategy, *totals))
+    _print(_plan_table(chosen, options), _comparison(options.strategy, *totals))
     return 0
 
 
@@ -240,6 +242,49 @@ def _comparison(strategy: str, sent: int, ulysses: int) -> str:
     return f"{total}; ulysses {bytes_text(ulysses)}{ratio}"
 
 
+# ---- basp check ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Compare an optimizer step in one process with the same on N local ranks: loss, logits, every gradient.
+
+    Exit code 0: all equal within the tolerance; 1: not, and it says where first; 2: refused.
+
+      basp check llama                               a small random Llama, in float64, on 4 ranks
+      basp check checkpoints/Qwen3-0.6B --full       a checkpoint in its own size, with its own weights
+      basp check my_package.models:MyCausalLM        a PreTrainedModel class of your own
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Checkpoint folder, config.json, model_type of transformers, or package.module:Class."""
+    ranks: int = 4
+    """Local processes that share the batch, on the CPU."""
+    batch: int = 3
+    """Number of sequences, where --lengths does not say."""
+    lengths: Annotated[tuple[int, ...], _Lengths] = ()
+    """Tokens of each sequence; --batch of unequal lengths by default."""
+    strategy: str = "basp"
+    """How the batch becomes a plan: "basp" or "ulysses"."""
+    kernel: str = "auto"
+    """Attention kernel of the ranks: "auto", or one by name."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    """float64 removes the model's casts to float32 in both runs; the others run as shipped."""
+    full: bool = False
+    """The model in its own size, with its own weights; otherwise a few narrow layers with random ones."""
+    timeout: float = 600.0
+    """Seconds for the ranks."""
+
+
+def _check(arguments: list[str]) -> int:
+    options: dict[str, Any] = dict(vars(_parse(CheckOptions, "check", arguments)))
+    from basp.checks import check
+
+    report = check(**options)
+    _print(report.table(), f"first difference: {report.first_difference}" if report.first_difference else "all equal")
+    return 0 if report.ok else 1
+
+
 class Command(NamedTuple):
     """A subcommand: one line for the overview, and what runs its arguments and returns an exit code."""
 
@@ -249,5 +294,6 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "train": Command("train a model; starts its own local ranks, or joins torchrun's", _train),
+    "check": Command("compare one process with N ranks on a model: loss, logits, every gradient", _check),
     "plan": Command("show how a batch is laid out over ranks and what that sends", _plan),
 }

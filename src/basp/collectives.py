@@ -119,7 +119,7 @@ def exchange_rows(rows: Tensor, route: DeviceRoute) -> Tensor:
     it does on any other rank.
 
     Args:
-        rows: [R, width] contiguous.
+        rows: [R, width], any strides.
         route: from ``DeviceRoute.of``.
 
     Returns:
@@ -140,14 +140,14 @@ class _ExchangeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         route: DeviceRoute = ctx.route
-        received = route.recv.read_transposed(grads[0].contiguous())
+        received = route.recv.read_transposed(grads[0])
         sent = _all_to_all(received, route.recv_splits, route.send_splits, route, "backward")
         return route.send.read_transposed(sent), None
 
 
 def _all_to_all(rows: Tensor, send: list[int], recv: list[int], route: DeviceRoute, phase: Phase) -> Tensor:
     out = rows.new_empty(sum(recv), rows.shape[1])
-    dist.all_to_all_single(out, rows, recv, send, group=route.group)
+    dist.all_to_all_single(out, rows.contiguous(), recv, send, group=route.group)
     sent = np.asarray(send, dtype=np.int64) * (rows.shape[1] * rows.element_size())
     sent[dist.get_rank(route.group)] = 0
     route.counter.add(phase, sent)

@@ -51,20 +51,77 @@ def share_of_mean(local_sum: Tensor, *, valid_tokens: int, groups: Sequence[dist
     Returns:
         Scalar with the same value on all those ranks, whose backward is ``ranks / valid_tokens`` into ``local_sum``.
     """
-    return _ShareOfMean.apply(local_sum, max(valid_tokens, 1), groups)  # type: ignore[return-value]
+    return _scaled_sum(local_sum, divisor=max(valid_tokens, 1), groups=groups, ranks=_product(groups))
 
 
-class _ShareOfMean(torch.autograd.Function):
+def share_of_router_loss(
+    router_logits: Sequence[Tensor],
+    *,
+    top_k: int,
+    own_tokens: int,
+    all_tokens: int,
+    weight: float,
+    group: dist.ProcessGroup | None,
+    groups: Sequence[dist.ProcessGroup],
+) -> Tensor:
+    """This micro-step's share of a mixture of experts' load-balancing loss (Switch Transformer, arXiv 2101.03961, 4-6).
+
+    It is that of the whole micro-batch, as one process would compute it over all its tokens and layers: the share of
+    tokens that an expert is given x its mean probability, summed over experts, x the number of experts.
+
+    Args:
+        router_logits: [T, E] of each layer, of this rank's tokens.
+        top_k: experts that a token is given.
+        own_tokens: the first of the T that count: 0 on a rank that runs a dummy.
+        all_tokens: of the micro-batch, over all ranks of ``group``.
+        weight: of the micro-batch in the optimizer step: its share of the valid tokens.
+        group: the ranks that share the micro-batch.
+        groups: whose product averages gradients; ``group`` is one of them.
+
+    Returns:
+        Scalar with the same value on all ranks that average, whose backward, averaged over them, is one process's.
+    """
+    experts = router_logits[0].shape[-1]
+    rows = all_tokens * len(router_logits)
+    wide = torch.promote_types(router_logits[0].dtype, torch.float32)
+    given = torch.zeros(experts, dtype=wide, device=router_logits[0].device)
+    probability = torch.zeros_like(given)
+    for logits in router_logits:
+        weights = torch.softmax(logits[:own_tokens].to(wide), dim=-1)
+        chosen = weights.topk(top_k, dim=-1).indices.flatten()
+        given = given + torch.zeros_like(given).index_add_(0, chosen, torch.ones_like(chosen, dtype=wide))
+        probability = probability + weights.sum(dim=0)
+    sharing = [] if group is None else [group]
+    given = _scaled_sum(given, divisor=rows, groups=sharing, ranks=1)
+    mean_probability = _scaled_sum(probability, divisor=rows, groups=sharing, ranks=_product(groups))
+    share = (given * mean_probability).sum() * experts * weight
+    # Each data-parallel group has its own micro-batch: the value is all of theirs, the gradient goes to its own.
+    others = [other for other in groups if other is not group]
+    return _scaled_sum(share, divisor=1, groups=others, ranks=1)
+
+
+def _product(groups: Sequence[dist.ProcessGroup]) -> int:
+    ranks = 1
+    for group in groups:
+        ranks *= dist.get_world_size(group)
+    return ranks
+
+
+def _scaled_sum(local: Tensor, *, divisor: float, groups: Sequence[dist.ProcessGroup], ranks: int) -> Tensor:
+    """Sum over ``groups`` / divisor, the same on all their ranks; its backward is ``ranks / divisor``."""
+    return _ScaledSum.apply(local, divisor, groups, ranks)  # type: ignore[return-value]  # apply is untyped in torch
+
+
+class _ScaledSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local_sum: Tensor, valid_tokens: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-        total, ranks = local_sum.detach().clone(), 1
+    def forward(ctx: Any, local: Tensor, divisor: float, groups: Sequence[dist.ProcessGroup], ranks: int) -> Tensor:
+        total = local.detach().clone()
         for group in groups:
             dist.all_reduce(total, group=group)
-            ranks *= dist.get_world_size(group)
-        ctx.scale = ranks / valid_tokens
-        return total / valid_tokens
+        ctx.scale = ranks / divisor
+        return total / divisor
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] * ctx.scale, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0] * ctx.scale, None, None, None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from basp.agreement import agree, cpu_group, digest_batches
 from basp.attention import Context, find_kernel
+from basp.batches import split_batch
 from basp.collectives import ByteCounter
 from basp.errors import BatchError, ConfigError, DisagreementError, ModelError
-from basp.losses import IGNORED, share_of_mean, sum_token_losses
+from basp.losses import IGNORED, share_of_mean, share_of_router_loss, sum_token_losses
 from basp.plans import Ints, Plan
-from basp.strategies import Strategy, find_strategy
+from basp.strategies import STRATEGIES, Strategy, find_strategy
 
 Sequences = Sequence[ArrayLike | Tensor]
 """Token ids of each sequence, 1-D: lists, numpy arrays or tensors."""
+
+Batch = Sequences | Mapping[str, Any]
+"""Sequences, or what a collator makes of them: ``basp.batches.split_batch`` says what it may hold."""
 
 AVERAGED_DIMS = ("dp_replicate", "dp_shard", "sp")
 """Mesh dimensions that gradients are averaged over; never "tp"."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One micro-step's tensors on this rank. T tokens; a rank that owns none holds one dummy token without a label.
 
@@ -38,6 +43,7 @@ class Step:
         targets: [1, T] the next token of each, -100 where it has none or it is ignored.
         context: what the model's attention needs.
         valid_tokens: targets with a loss in the whole optimizer step, over all ranks and micro-steps.
+        weight: of this micro-batch in the step: its share of those.
         highest_id: of all token ids and labels of the micro-batch, on whichever rank they are.
     """
 
@@ -46,6 +52,7 @@ class Step:
     targets: Tensor
     context: Context
     valid_tokens: int
+    weight: float
     highest_id: int
 
     @property
@@ -74,6 +81,10 @@ class SequenceParallel:
         kernel: "auto", "sdpa" or "eager".
         check_agreement: compare the batch over the ranks on each ``shard``. Without it, ranks that were given
             different batches hang or train on nonsense.
+        device: where the model is; by default the mesh's, the current CUDA device for an NCCL group, the CPU for gloo,
+            torch's default device for a single process.
+        timeout: of the CPU group that is made where ``group_or_mesh`` takes no CPU tensors. With such a group, all of
+            its ranks make their ``SequenceParallel`` together.
 
     Attributes:
         counter: bytes that this rank has sent in attention's collectives.
@@ -91,6 +102,8 @@ class SequenceParallel:
         strategy: str | Strategy = "basp",
         kernel: str = "auto",
         check_agreement: bool = True,
+        device: torch.device | str | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.group, self.average_groups = _groups(group_or_mesh)
         self.strategy = find_strategy(strategy) if isinstance(strategy, str) else strategy
@@ -98,27 +111,31 @@ class SequenceParallel:
         self.ranks = 1 if self.group is None else dist.get_world_size(self.group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.counter = ByteCounter(self.ranks)
-        self.device = _device(self.group)
-        self._agreement_group = cpu_group(self.group) if self.group is not None and check_agreement else None
+        self.device = torch.device(device) if device is not None else _device(group_or_mesh)
+        compared = self.group is not None and check_agreement
+        self._agreement_group = cpu_group(self.group, timeout) if compared and self.group is not None else None
+        # Our own strategies are functions of lengths and heads: what was equal once stays equal.
+        self._agreed = set[tuple[int, int, bool]]() if self.strategy in STRATEGIES.values() else None
 
     @property
     def average_ranks(self) -> int:
         """Number of ranks that gradients are averaged over."""
         return int(np.prod([dist.get_world_size(group) for group in self.average_groups], dtype=np.int64))
 
-    def shard(self, sequences: Sequences, labels: Sequences | None = None) -> Step:
+    def shard(self, sequences: Batch, labels: Sequences | None = None) -> Step:
         """An optimizer step of a single micro-batch; see ``shard_steps``."""
         return self.shard_steps([sequences], None if labels is None else [labels])[0]
 
     def shard_steps(
-        self, micro_batches: Sequence[Sequences], labels: Sequence[Sequences] | None = None
+        self, micro_batches: Sequence[Batch], labels: Sequence[Sequences] | None = None
     ) -> tuple[Step, ...]:
         """Cut one optimizer step's micro-batches; the number of its valid tokens is fixed here.
 
         Every rank of the group is given the same, whole micro-batches, and gets its own part.
 
         Args:
-            micro_batches: for each micro-batch its sequences of token ids, any number, of any lengths from 1.
+            micro_batches: for each micro-batch its sequences of token ids, any number, of any lengths from 1; or a
+                collated batch, padded or packed, with its labels in it.
             labels: for each micro-batch each sequence's labels, aligned with its token ids (not shifted), -100 where
                 there is no loss; the token ids by default.
 
@@ -151,27 +168,59 @@ class SequenceParallel:
 
         The value is the same on every rank, and the shares of a step sum to what one process would print. ``backward``
         on each, then averaging gradients over the ranks (FSDP2, DDP, or an all-reduce mean), gives the gradients of one
-        process. Under ``torch.no_grad`` it is the evaluation loss. See ``basp.losses`` for a worked example.
+        process. Under ``torch.no_grad`` it is the evaluation loss. See ``basp.losses`` for a worked example. A mixture
+        of experts whose config has ``output_router_logits`` adds its load-balancing loss over the whole micro-batch.
 
         Raises:
             ModelError: the model's attention did not use the step: it was not prepared.
             BatchError: a token id or label that the model's vocabulary does not have.
         """
-        _check_vocabulary(model, step.highest_id)
+        _check_embeddings(model, step)
         before = step.context.attended
-        logits = model(**step.inputs).logits
+        outputs = model(**step.inputs)
         if step.context.attended == before:
             raise ModelError(
                 f"a {type(model).__name__} whose attention ignored the step",
                 allowed="a model that basp.prepare(model, sp) returned",
                 remedy="call basp.prepare before training, and do not change the attention implementation after it",
             )
-        return self.loss_of_logits(logits, step)
+        return self.loss_of_logits(outputs.logits, step) + self._router_loss(model, outputs, step)
 
     def loss_of_logits(self, logits: Tensor, step: Step) -> Tensor:
         """``loss`` for logits [1, T, V] that were computed from ``step.inputs`` already."""
         local_sum = sum_token_losses(logits, step.targets)
         return share_of_mean(local_sum, valid_tokens=step.valid_tokens, groups=self.average_groups)
+
+    def _router_loss(self, model: Any, outputs: Any, step: Step) -> Tensor | float:
+        """A mixture of experts' auxiliary loss, where the model's config turns it on (output_router_logits)."""
+        model = getattr(model, "module", model)  # DistributedDataParallel
+        config: Any = model.config.get_text_config() if hasattr(model, "config") else None
+        if not getattr(config, "output_router_logits", False):
+            return 0.0
+        router_logits = getattr(outputs, "router_logits", None)
+        if not router_logits or not hasattr(config, "router_aux_loss_coef"):
+            raise ModelError(
+                f"a {type(model).__name__} with output_router_logits, whose router loss is not the usual one",
+                allowed="models that give router_logits and have a router_aux_loss_coef (Mixtral, Qwen3-MoE, gpt-oss)",
+                remedy="set config.output_router_logits = False to train without a router loss",
+            )
+        trained = torch.is_grad_enabled() and outputs.logits.requires_grad
+        if trained and not any(logits.requires_grad for logits in router_logits):
+            raise ModelError(
+                "router logits without a gradient: reentrant checkpointing has cut them off from the graph",
+                allowed="non-reentrant checkpointing together with a router loss",
+                remedy='gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',
+            )
+        share = share_of_router_loss(
+            router_logits,
+            top_k=config.num_experts_per_tok,
+            own_tokens=int(step.context.layout.tokens[self.rank]),
+            all_tokens=sum(step.context.lengths),
+            weight=step.weight,
+            group=self.group,
+            groups=self.average_groups,
+        )
+        return share * config.router_aux_loss_coef
 
     def _agree(self, ids: list[list[Ints]], targets: list[list[Ints]], refusal: Exception | None) -> None:
         if self._agreement_group is None:
@@ -187,12 +236,16 @@ class SequenceParallel:
 
         A group that refuses its batch tells the others here. Nobody raises before every dimension has been told.
         """
+        others = [group for group in self.average_groups if group is not self.group]
+        if not others:
+            if refusal is not None:
+                raise refusal
+            return valid
         sums = torch.tensor([valid, int(refusal is not None)], device=self.device)
         most = torch.tensor([micro_batches, -micro_batches], device=self.device)
-        for group in self.average_groups:
-            if group is not self.group:
-                dist.all_reduce(sums, group=group)
-                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        for group in others:
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         if refusal is not None:
             raise refusal
         if sums[1]:
@@ -217,6 +270,7 @@ class SequenceParallel:
             kernel=self.kernel,
             counter=self.counter,
             agreement_group=self._agreement_group,
+            agreed=self._agreed,
         )
 
     def _cut(self, ids: list[Ints], targets: list[Ints], context: Context, valid_tokens: int) -> Step:
@@ -232,18 +286,27 @@ class SequenceParallel:
         for tensor in (input_ids, position_ids, local_targets):
             torch._dynamo.maybe_mark_dynamic(tensor, 1)  # a rank's tokens change by the plan: compile for any number
         highest = max(int(part.max()) for part in (*ids, *targets))
-        return Step(input_ids, position_ids, local_targets, context, valid_tokens, highest)
+        weight = sum(int((target != IGNORED).sum()) for target in targets) / max(valid_tokens, 1)
+        return Step(input_ids, position_ids, local_targets, context, valid_tokens, weight, highest)
 
 
-def _check_vocabulary(model: Any, highest_id: int) -> None:
-    """Refuse an id that the model lacks on every rank: else the one that holds it fails, and the others wait for it."""
+def _check_embeddings(model: Any, step: Step) -> None:
+    """Refuse on every rank what the embedding cannot take: else the one that meets it fails, and the others wait."""
+    model = getattr(model, "module", model)  # DistributedDataParallel
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     vocabulary = getattr(embeddings, "num_embeddings", None)
-    if vocabulary is not None and highest_id >= vocabulary:
+    if vocabulary is not None and step.highest_id >= vocabulary:
         raise BatchError(
-            f"token id or label {highest_id} for a vocabulary of {vocabulary}",
+            f"token id or label {step.highest_id} for a vocabulary of {vocabulary}",
             allowed=f"ids from 0 to {vocabulary - 1}",
             remedy="use the model's own tokenizer, or resize its embeddings",
+        )
+    weight = getattr(embeddings, "weight", None)
+    if weight is not None and weight.device.type not in (step.input_ids.device.type, "meta"):
+        raise ModelError(
+            f"a model on {weight.device} and a step on {step.input_ids.device}",
+            allowed="both on one device",
+            remedy="pass SequenceParallel(..., device=...) the model's device",
         )
 
 
@@ -269,17 +332,15 @@ def _groups(where: dist.ProcessGroup | DeviceMesh | None) -> tuple[dist.ProcessG
     return where.get_group("sp"), [where.get_group(name) for name in reversed(AVERAGED_DIMS) if name in names]
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a group's tensors live: the current CUDA device under NCCL, else the CPU."""
-    if group is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if "nccl" in dist.get_backend_config(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _device(where: dist.ProcessGroup | DeviceMesh | None) -> torch.device:
+    if where is None:
+        return torch.get_default_device()
+    cuda = where.device_type == "cuda" if isinstance(where, DeviceMesh) else "nccl" in dist.get_backend_config(where)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def _read(
-    micro_batches: Sequence[Sequences], labels: Sequence[Sequences] | None
+    micro_batches: Sequence[Batch], labels: Sequence[Sequences] | None
 ) -> tuple[list[list[Ints]], list[list[Ints]]]:
     """Token ids and shifted targets of each sequence of each micro-batch, or a refusal."""
     _check_list(micro_batches, "micro-batches")
@@ -295,12 +356,23 @@ def _read(
     targets: list[list[Ints]] = []
     for number, batch in enumerate(micro_batches):
         where = f"micro-batch {number}, " if len(micro_batches) > 1 else ""
+        own_labels = None if labels is None else labels[number]
+        if isinstance(batch, Mapping):
+            batch, own_labels = _split(batch, own_labels)
         _check_list(batch, f"{where}a batch")
         if len(batch) == 0:
             raise BatchError(f"{where}0 sequences", allowed="1 or more", remedy="skip empty batches on every rank")
         ids.append([_ids(sequence, f"{where}sequence {i}") for i, sequence in enumerate(batch)])
-        targets.append(_targets(ids[-1], None if labels is None else labels[number], where))
+        targets.append(_targets(ids[-1], own_labels, where))
     return ids, targets
+
+
+def _split(batch: Mapping[str, Any], labels: Sequences | None) -> tuple[Any, Any]:
+    if labels is not None:
+        raise BatchError(
+            "labels beside a collated batch", allowed="labels within the batch", remedy='put them under "labels"'
+        )
+    return split_batch(batch)
 
 
 def _check_list(value: Any, what: str) -> None:

@@ -267,6 +267,7 @@ class Plan:
     def _per_rank(self, table: Ints, amounts: Ints) -> Ints:
         total = np.zeros(self.ranks, dtype=np.int64)
         np.add.at(total, table[:, 0], amounts)
+        total.setflags(write=False)
         return total
 
     def _check_shards(self) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from basp.attention import Context, attend, find_kernel
+from basp.attention import AttentionSpec, Context, attend, find_kernel
 from basp.collectives import ByteCounter
 from basp.plans import Plan, Shard, Tile
 from basp.strategies import find_strategy
@@ -47,6 +47,10 @@ class Case:
             f"{self.value_dim} {'causal' if self.causal else 'non-causal'} {self.dtype} {self.layout}"
         )
 
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(self.head_dim**-0.5, self.causal)
+
     def context(self, group: dist.ProcessGroup | None) -> Context:
         ranks = 1 if group is None else dist.get_world_size(group)
         return Context(
@@ -55,7 +59,6 @@ class Case:
             group=group,
             kernel=find_kernel(self.kernel),
             counter=ByteCounter(ranks),
-            causal=self.causal,
         )
 
 
@@ -230,12 +233,12 @@ def run_case(case: Case, group: dist.ProcessGroup | None) -> list[str]:
     parts = [x.to(case.dtype) for x in parts]
     qkv, leaves = lay_out(case.layout, parts[:3])
     with counted_collectives() as calls:
-        out = attend(*qkv, context)
+        out = attend(*qkv, context, spec=case.spec)
         forward_calls = calls[0]
         out.backward(parts[3])
     grads = token_first(case.layout, leaves, parts[:3])
     faults = _compare(case, [out.detach(), *grads], shards, given)
-    plan = context.plan(case.heads, case.kv_heads)
+    plan = context.plan(case.heads, case.kv_heads, causal=case.causal)
     return faults + _accounts(case, context, plan, (forward_calls, calls[0] - forward_calls))
 
 
@@ -405,13 +408,14 @@ def count_calls(rank: int, world: int, case: Case) -> tuple[list[dict[str, Any]]
     q, k, v = (local([row[i] for row in tensors(case)], shards).to(case.dtype).contiguous() for i in range(3))
     seen: list[dict[str, Any]] = []
 
-    def spy(*qkv: Tensor, causal: bool, scale: float) -> Tensor:
+    def spy(q_: Tensor, k_: Tensor, v_: Tensor, spec: AttentionSpec) -> Tensor:
+        qkv = (q_, k_, v_)
         views = [
             x.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
             for x, given in zip(qkv, (q, k, v), strict=True)
         ]
         seen.append({"q": tuple(qkv[0].shape), "k": tuple(qkv[1].shape), "views": views})
-        return context.kernel(*qkv, causal=causal, scale=scale)
+        return context.kernel(*qkv, spec)
 
     with counted_collectives() as calls:
         attend(q, k, v, context, kernel=spy)
@@ -456,7 +460,7 @@ def _errors(case: Case, rank: int, group: dist.ProcessGroup | None) -> list[tupl
     shards = context.layout.shards[rank]
     parts = [local([row[i] for row in given], shards).to(case.dtype) for i in range(4)]
     qkv, leaves = lay_out(case.layout, parts[:3])
-    out = attend(*qkv, context)
+    out = attend(*qkv, context, spec=case.spec)
     out.backward(parts[3])
     want = oracle_rows(case, given)
     errors: list[tuple[float, float]] = []

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.casts import keep_float64
+from basp.casts import keep_float64
 from tests.support.models import FAMILIES, tiny_model
 
 PATCHED = [(torch.Tensor, ("to", "float", "type", "softmax", "log_softmax"))] + [

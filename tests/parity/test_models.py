@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import basp
+from basp.casts import keep_float64
 from tests.support import oracle
-from tests.support.casts import keep_float64
 from tests.support.models import FAMILIES, HEAD_SHAPES, mean_gradients, random_batch, tiny_model
 from tests.support.ranks import run_ranks
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import basp
+from basp.casts import keep_float64
 from tests.support import oracle
-from tests.support.casts import keep_float64
 from tests.support.models import mean_gradients, random_batch, tiny_model
 from tests.support.ranks import run_ranks
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import basp
+from basp.casts import keep_float64
 from tests.support import oracle
-from tests.support.casts import keep_float64
 from tests.support.models import random_batch, tiny_model
 from tests.support.ranks import run_ranks
 

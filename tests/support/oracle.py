@@ -23,23 +23,52 @@ ZERO_TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-7}
 VOCABULARY = 32
 """Token ids of ``TinyLM``."""
 
-_MUST_BE_ABSENT = ("sliding_window", "softcap", "s_aux", "sinks", "head_mask", "position_bias", "indices")
+_MUST_BE_ABSENT = ("sinks", "head_mask", "position_bias", "indices")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """One whole sequence, every score written out: q [T, H, D], k [T, K, D], v [T, K, Dv] -> [T, H, Dv].
 
     Computed in float64, whatever comes in; rounded to q's type at the end. Query head h reads kv head h // (H / K).
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        causal: whether query i sees no key above i.
+        scale: multiplies the scores.
+        window: query i sees keys above i - window only.
+        softcap: scores s become softcap tanh(s / softcap), before anything is hidden.
+        sinks: [H] one more column of scores, which takes its part of the weights and has no value.
     """
     tokens, heads = q.shape[:2]
     kv_head = torch.arange(heads) // (heads // k.shape[1])
     scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()[:, kv_head]) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    query, key = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]
+    hidden = torch.zeros(tokens, tokens, dtype=torch.bool)
     if causal:
-        position = torch.arange(tokens)
-        scores = scores.masked_fill(position[None, None, :] > position[None, :, None], float("-inf"))
-    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
-    weights = weights / weights.sum(dim=-1, keepdim=True)
-    return torch.einsum("hqk,khe->qhe", weights, v.double()[:, kv_head]).type_as(q)
+        hidden = hidden | (key > query)
+    if window is not None:
+        hidden = hidden | (key <= query - window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    largest = scores.amax(dim=-1, keepdim=True).detach()
+    weights = torch.exp(scores - largest)
+    total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.double()[:, None, None] - largest)
+    return torch.einsum("hqk,khe->qhe", weights / total, v.double()[:, kv_head]).type_as(q)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
@@ -77,8 +106,9 @@ def run_model(
     """One optimizer step in one process: its loss, and the gradient of every parameter.
 
     Each sequence runs alone, at batch size 1, through ``attention``; the step's token losses are summed and divided
-    once. The model is left as it was: same attention implementation, no gradients. A parameter that the loss does not
-    reach has a gradient of zeros.
+    once. Where the model's config has ``output_router_logits``, each micro-batch adds its ``balance_loss`` x
+    ``router_aux_loss_coef`` x its share of the step's counted tokens. The model is left as it was: same attention
+    implementation, no gradients. A parameter that the loss does not reach has a gradient of zeros.
 
     Args:
         model: of transformers, or a ``TinyLM``; in the type that the comparison is for.
@@ -90,8 +120,11 @@ def run_model(
     if labels is not None:
         targets = [torch.as_tensor(sequence) for batch in labels for sequence in batch]
     model.zero_grad(set_to_none=True)
-    with oracle_attention(model) if isinstance(model, PreTrainedModel) else nullcontext():
-        loss = token_mean([logits_of(model, sequence) for sequence in sequences], targets)
+    with nullcontext() if isinstance(model, TinyLM) else oracle_attention(model):
+        outputs = [_forward(model, sequence) for sequence in sequences]
+        loss = token_mean([output.logits[0] for output in outputs], targets)
+        if _wants_balance(model):
+            loss = loss + _balance_of_step(model, outputs, targets, [len(batch) for batch in micro_batches])
         if loss.requires_grad:
             loss.backward()
     grads = {
@@ -104,13 +137,58 @@ def run_model(
 
 def logits_of(model: nn.Module, sequence: Tensor) -> Tensor:
     """[T, V] of one sequence alone; call it within ``oracle_attention``."""
+    return _forward(model, sequence).logits[0]
+
+
+def _forward(model: nn.Module, sequence: Tensor) -> Any:
     positions = torch.arange(len(sequence))[None]
-    return model(input_ids=sequence[None], position_ids=positions, use_cache=False).logits[0]
+    return model(input_ids=sequence[None], position_ids=positions, use_cache=False)
+
+
+def balance_loss(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
+    """Switch Transformer's load-balancing loss (arXiv 2101.03961, 4-6) with top-k routing, as transformers has it.
+
+    E x sum over experts of f x P, over all rows: f is the number of times that the expert is among a row's ``top_k``,
+    P the sum of its probabilities, each divided by the number of rows.
+
+    Args:
+        router_logits: [rows, E] of each layer, and of each part of the batch.
+        top_k: experts of a row.
+    """
+    rows = torch.cat([logits.double() for logits in router_logits])
+    powers = torch.exp(rows - rows.amax(dim=-1, keepdim=True).detach())
+    probability = powers / powers.sum(dim=-1, keepdim=True)
+    experts = rows.shape[1]
+    loss = torch.zeros((), dtype=torch.float64)
+    chosen = rows.detach().argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    for expert in range(experts):
+        share = float((chosen == expert).sum()) / len(rows)
+        loss = loss + experts * share * probability[:, expert].sum() / len(rows)
+    return loss
+
+
+def _wants_balance(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
+
+
+def _balance_of_step(model: Any, outputs: Sequence[Any], targets: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    config = model.config
+    counted = [int((target[1:] != -100).sum()) for target in targets]
+    total = torch.zeros((), dtype=torch.float64)
+    first = 0
+    for size in sizes:
+        batch = slice(first, first + size)
+        first += size
+        logits = [layer for output in outputs[batch] for layer in output.router_logits]
+        share = sum(counted[batch]) / max(sum(counted), 1)
+        total = total + balance_loss(logits, config.num_experts_per_tok) * config.router_aux_loss_coef * share
+    return total
 
 
 @contextmanager
 def oracle_attention(model: Any) -> Iterator[None]:
-    """Route a transformers model through ``attention``; puts its own implementation back afterwards."""
+    """Route a transformers model, or one that PEFT wraps, through ``attention``; puts its own back afterwards."""
+    model = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     AttentionInterface.register(NAME, _attention_of_transformers)
     AttentionMaskInterface.register(NAME, _no_mask)
     before = model.config._attn_implementation
@@ -129,6 +207,10 @@ def _attention_of_transformers(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     wishes = [name for name in _MUST_BE_ABSENT if asked.get(name) is not None]
@@ -138,7 +220,9 @@ def _attention_of_transformers(
     assert query.shape[0] == 1, "the oracle runs one sequence at a time"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention(q, k, v, True, scale)[None], None
+    causal = module.is_causal if is_causal is None else is_causal
+    out = attention(q, k, v, causal, scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return out[None], None
 
 
 def _no_mask(**_: Any) -> None:

@@ -22,7 +22,7 @@ LAYERS = [
     {"errors"},
     {"files"},
     {"plans"},
-    {"strategies"},
+    {"batches", "strategies"},
     {"exchange"},
     {"collectives", "agreement", "losses"},
     {"attention"},
@@ -31,6 +31,8 @@ LAYERS = [
     {"data"},
     {"report"},
     {"train"},
+    {"casts"},
+    {"checks"},
     {"cli"},
     {"__main__"},
 ]

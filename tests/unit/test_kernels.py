@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from basp.attention import KERNELS, Kernel, find_kernel
+from basp.attention import KERNELS, AttentionSpec, Kernel, find_kernel
 from basp.attention.kernels import eager, sdpa
 from basp.errors import ModelError
 
@@ -23,6 +23,14 @@ class Case(NamedTuple):
     dim: int = 8
     value_dim: int = 8
     causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    def spec(self, scale: float, sinks: Tensor | None = None) -> AttentionSpec:
+        if self.sinks and sinks is None:
+            sinks = sinks_of(self)
+        return AttentionSpec(scale, self.causal, self.window, self.softcap, sinks)
 
 
 CASES = {
@@ -39,10 +47,41 @@ CASES = {
     "narrow values": Case(dim=12, value_dim=8),
     "wide values, grouped": Case(dim=8, value_dim=12, heads=4, kv_heads=2),
     "narrow values, later queries, grouped": Case(dim=12, value_dim=8, heads=4, kv_heads=2, queries=4, keys=9),
+    "window": Case(window=3),
+    "window of one": Case(window=1, heads=4),
+    "window of all but one key": Case(window=6),
+    "window of all keys": Case(window=7),
+    "window beyond all keys": Case(window=50),
+    "window, one token": Case(queries=1, keys=1, window=1),
+    "window, a batch": Case(batch=3, heads=4, window=2),
+    "window, later queries": Case(queries=3, window=2),
+    "window, later queries, some see all": Case(queries=3, window=6),
+    "window, last query": Case(queries=1, heads=4, kv_heads=1, window=4),
+    "window of one, last query": Case(queries=1, window=1),
+    "window, narrow values": Case(dim=12, value_dim=8, heads=4, window=3, queries=4, keys=9),
+    "window, wide values": Case(dim=8, value_dim=12, heads=4, window=3),
+    "soft cap": Case(softcap=0.7),
+    "soft cap, non-causal": Case(softcap=0.7, causal=False),
+    "soft cap, window, later queries": Case(softcap=0.7, window=3, queries=4, heads=4),
+    "sinks": Case(sinks=True),
+    "sinks, a batch": Case(sinks=True, batch=2, heads=6, kv_heads=3),
+    "sinks, window of one": Case(sinks=True, window=1),
+    "sinks, window, later queries": Case(sinks=True, window=3, queries=4, keys=9, heads=4, kv_heads=1),
+    "everything": Case(sinks=True, softcap=0.7, window=3, queries=4, heads=4, dim=12, value_dim=8),
+}
+LONG = {  # sdpa computes a window in blocks of max(256, window) queries
+    "one block and a query": Case(heads=2, kv_heads=1, queries=257, keys=257, dim=4, value_dim=4, window=3),
+    "whole blocks": Case(heads=1, kv_heads=1, queries=512, keys=512, dim=4, value_dim=4, window=256),
+    "blocks of the window's own length": Case(
+        heads=1, kv_heads=1, queries=700, keys=700, dim=4, value_dim=4, window=300
+    ),
+    "window of one": Case(heads=1, kv_heads=1, queries=520, keys=520, dim=4, value_dim=4, window=1),
+    "later queries": Case(heads=2, kv_heads=1, queries=300, keys=411, dim=4, value_dim=2, window=9),
+    "later queries, long window": Case(heads=1, kv_heads=1, queries=300, keys=411, dim=4, value_dim=4, window=290),
 }
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-each_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=list(KERNELS))
+each_kernel = pytest.mark.parametrize("kernel", [entry.run for entry in KERNELS.values()], ids=list(KERNELS))
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +96,19 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
     return one(case.heads, case.queries, case.dim), k, v
 
 
-def by_loops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+def sinks_of(case: Case) -> Tensor:
+    return torch.linspace(-1, 2, case.heads, dtype=torch.float64)
+
+
+def skip_unless_able(kernel: Kernel, case: Case) -> None:
+    (lacks,) = [entry.lacks for entry in KERNELS.values() if entry.run is kernel]
+    wishes = lacks(case.spec(0.3))
+    if wishes:
+        assert kernel is not eager  # which can do everything
+        pytest.skip(f"it cannot do {' and '.join(wishes)}")
+
+
+def by_loops(q: Tensor, k: Tensor, v: Tensor, *, case: Case, scale: float) -> Tensor:
     batch, heads, queries, _ = q.shape
     kv_heads, keys, value_dim = v.shape[1:]
     out = torch.zeros(batch, heads, queries, value_dim, dtype=torch.float64)
@@ -65,32 +116,81 @@ def by_loops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> 
         for h in range(heads):
             kv_head = h // (heads // kv_heads)
             for i in range(queries):
-                seen = range(keys - queries + i + 1) if causal else range(keys)
-                powers = [math.exp(scale * float(q[b, h, i] @ k[b, kv_head, j])) for j in seen]
+                place = keys - queries + i
+                seen = [
+                    j
+                    for j in range(keys)
+                    if (j <= place or not case.causal) and (case.window is None or j > place - case.window)
+                ]
+                scores = [scale * float(q[b, h, i] @ k[b, kv_head, j]) for j in seen]
+                if case.softcap is not None:
+                    scores = [case.softcap * math.tanh(score / case.softcap) for score in scores]
+                powers = [math.exp(score) for score in scores]
+                sink = [math.exp(float(sinks_of(case)[h]))] if case.sinks else []
+                total = math.fsum(powers + sink)
                 for j, power in zip(seen, powers, strict=True):
-                    out[b, h, i] += power / math.fsum(powers) * v[b, kv_head, j]
+                    out[b, h, i] += power / total * v[b, kv_head, j]
     return out
 
 
 @each_kernel
 @each_case
 def test_equals_plain_loops(case: Case, kernel: Kernel) -> None:
+    skip_unless_able(kernel, case)
     q, k, v = (x.detach() for x in inputs(case))
     for scale in (case.dim**-0.5, 0.3):
-        expected = by_loops(q, k, v, causal=case.causal, scale=scale)
-        torch.testing.assert_close(kernel(q, k, v, causal=case.causal, scale=scale), expected, rtol=0, atol=1e-13)
+        expected = by_loops(q, k, v, case=case, scale=scale)
+        torch.testing.assert_close(kernel(q, k, v, case.spec(scale)), expected, rtol=0, atol=1e-13)
 
 
-@each_case
+@pytest.mark.parametrize("case", [LONG["one block and a query"], LONG["later queries"]], ids=["257", "300 of 411"])
+@each_kernel
+def test_long_windows_equal_plain_loops(case: Case, kernel: Kernel) -> None:
+    q, k, v = (x.detach() for x in inputs(case))
+    expected = by_loops(q, k, v, case=case, scale=0.3)
+    torch.testing.assert_close(kernel(q, k, v, case.spec(0.3)), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *LONG.values()], ids=[*CASES, *(f"long: {name}" for name in LONG)])
 def test_gradients_of_sdpa_equal_those_of_eager(case: Case) -> None:
+    skip_unless_able(sdpa, case)
     results = []
     for kernel in (eager, sdpa):
         q, k, v = inputs(case)
-        out = kernel(q, k, v, causal=case.causal, scale=0.3)
+        out = kernel(q, k, v, case.spec(0.3))
         weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
         results.append((out, *torch.autograd.grad((out * weights).sum(), (q, k, v))))
     for of_eager, of_sdpa in zip(*results, strict=True):
         torch.testing.assert_close(of_sdpa, of_eager, rtol=0, atol=1e-12)
+
+
+@each_case
+def test_gradients_of_eager_are_its_differences(case: Case) -> None:
+    """By finite differences, of the sinks as well."""
+    small = case._replace(dim=2, value_dim=2)
+    given = [*inputs(small), sinks_of(small).requires_grad_()]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return eager(q, k, v, small.spec(0.3, sinks if small.sinks else None))
+
+    assert torch.autograd.gradcheck(run, given, atol=1e-7, rtol=1e-6)
+    if small.sinks:
+        (gradient,) = torch.autograd.grad(run(*given).sum(), given[3])
+        assert bool(gradient.all())
+
+
+def test_a_window_costs_keys_in_its_reach_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LONG["window of one"]._replace(window=40)
+    sizes: list[tuple[int, int]] = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def note(q: Tensor, k: Tensor, v: Tensor, **more: object) -> Tensor:
+        sizes.append((q.shape[2], k.shape[2]))
+        return original(q, k, v, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
+    sdpa(*inputs(case), case.spec(0.3))
+    assert sizes == [(256, 256), (256, 256 + 39), (8, 8 + 39)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=["f32", "bf16"])
@@ -99,31 +199,43 @@ def test_gradients_of_sdpa_equal_those_of_eager(case: Case) -> None:
 def test_other_types_stay_close_and_keep_their_type(
     case: Case, kernel: Kernel, dtype: torch.dtype, tolerance: float
 ) -> None:
+    skip_unless_able(kernel, case)
     q, k, v = (x.detach() for x in inputs(case, dtype))
-    out = kernel(q, k, v, causal=case.causal, scale=0.3)
+    out = kernel(q, k, v, case.spec(0.3))
     assert out.dtype is dtype
-    expected = eager(q.double(), k.double(), v.double(), causal=case.causal, scale=0.3)
+    expected = eager(q.double(), k.double(), v.double(), case.spec(0.3))
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @each_kernel
 def test_a_query_reads_nothing_that_comes_after_it(kernel: Kernel) -> None:
     q, k, v = (x.detach() for x in inputs(Case(heads=4, kv_heads=2, queries=3, keys=7)))
-    out = kernel(q, k, v, causal=True, scale=0.3)
+    out = kernel(q, k, v, AttentionSpec(0.3))
     k, v = k.clone(), v.clone()
     k[:, :, 6], v[:, :, 6] = 100.0, 100.0
-    changed = kernel(q, k, v, causal=True, scale=0.3) != out
+    changed = kernel(q, k, v, AttentionSpec(0.3)) != out
     assert changed.flatten(0, 1).any(dim=0).any(dim=-1).tolist() == [False, False, True]
 
 
+@each_kernel
+def test_a_query_reads_nothing_from_before_its_window(kernel: Kernel) -> None:
+    case = Case(heads=4, kv_heads=2, queries=3, keys=7, window=3)
+    q, k, v = (x.detach() for x in inputs(case))
+    out = kernel(q, k, v, case.spec(0.3))
+    k, v = k.clone(), v.clone()
+    k[:, :, 3], v[:, :, 3] = 100.0, 100.0  # key 3 is the third from query 5, the last that it does not leave behind
+    changed = kernel(q, k, v, case.spec(0.3)) != out
+    assert changed.flatten(0, 1).any(dim=0).any(dim=-1).tolist() == [True, True, False]
+
+
 def test_kernels_are_found_by_name() -> None:
-    assert [find_kernel(name) for name in KERNELS] == list(KERNELS.values())
-    assert find_kernel("auto") is sdpa
-    assert find_kernel("eager") is eager
+    assert [find_kernel(name).names for name in ("auto", "sdpa", "eager")] == [("sdpa", "eager"), ("sdpa",), ("eager",)]
+    assert find_kernel("auto").pick(AttentionSpec(0.3, window=4)) == "sdpa"
+    assert find_kernel("auto").pick(AttentionSpec(0.3, softcap=4.0)) == "eager"
 
 
 def test_an_unknown_kernel_names_the_nearest() -> None:
-    with pytest.raises(ModelError, match=r"kernel 'sdpaa'.*'auto', 'eager', 'sdpa'.*did you mean 'sdpa'\?"):
+    with pytest.raises(ModelError, match=r"kernel 'sdpaa'.*'auto', 'sdpa', 'eager'.*did you mean 'sdpa'\?"):
         find_kernel("sdpaa")
     with pytest.raises(ModelError, match=r"kernel 'flash'.*choose one of these"):
         find_kernel("flash")

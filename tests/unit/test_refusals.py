@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from basp import SequenceParallel, prepare
+from basp.casts import keep_float64
 from basp.errors import BaspError, BatchError, ModelError, PlanError
 from basp.plans import Plan, Shard, Tile
 from basp.strategies import basp as basp_strategy
+from tests.support import oracle
 
 SMALL = {
     "vocab_size": 64,
@@ -41,22 +44,22 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
 LLAMA4 = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32, "head_dim": 8}
 FALCON_H1 = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2}
+GEMMA2 = {"head_dim": 8, "sliding_window": 4}
+GEMMA3 = {"sliding_window": 4, "head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]}
+GPT_OSS = {"head_dim": 8, "sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+QWEN2_MOE = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 # What is refused, and the words that its message must have.
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "kf14 window": ("Mistral", {"sliding_window": 4}, ("MistralAttention of layer 0", "sliding window", "config")),
-    "kf14 window in some layers": (
-        "Gemma3",
-        {"sliding_window": 4, "head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]},
-        ("Gemma3Attention of layer 1", "sliding window"),
-    ),
     "kf14 chunks": ("Llama4", LLAMA4, ("layer 0", "chunk", "attention_chunk_size")),
-    "soft cap": ("Gemma2", {"head_dim": 8}, ("Gemma2Attention of layer 0", "soft cap")),
-    "kf16 sinks": (
-        "GptOss",
-        {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-        ("GptOssAttention of layer 0", "sinks (s_aux)"),
-    ),
     "kf15 state space": ("Mamba", {}, ("MambaForCausalLM calls the attention function 0 times for its 2 layers",)),
     "kf15 state space beside attention": ("FalconH1", {**FALCON_H1, "head_dim": 8}, ("FalconH1", "mixes tokens")),
     "kf15 convolution in one layer of two": (
@@ -73,6 +76,37 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("layers.0.self_attn has attention_dropout 0.1", "= 0"),
     ),
     "kf32 dropout by another name": ("GPT2", GPT2, ("GPT2Attention of layer 0", "attention dropout 0.1")),
+    "kf32 residual dropout": ("Phi3", {"resid_pdrop": 0.1}, ("layers.0.resid_attn_dropout", "0.1", "dropout")),
+    "kf32 embedding dropout": (
+        "GPT2",
+        {**GPT2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.2},
+        ("transformer.drop ", "0.2", "dropout"),
+    ),
+    "kf32 router jitter": (
+        "Mixtral",
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "router_jitter_noise": 0.1},
+        ("layers.0.mlp", "jitter", "0.1"),
+    ),
+    "kf14 window in the mask only": (
+        "Phimoe",
+        {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+        ("PhimoeAttention of layer 0", "within 4 tokens"),
+    ),
+    "kf14 window in the mask of some layers only": (
+        "Qwen2Moe",
+        QWEN2_MOE,
+        ("Qwen2MoeAttention of layer 0", "within 4 tokens"),
+    ),
+    "non-causal attention with a window": (
+        "Mistral",
+        {"sliding_window": 4, "is_causal": False},
+        ("MistralAttention of layer 0", "non-causal attention with a window"),
+    ),
+    "non-causal attention with windows in some layers": (
+        "Gemma3",
+        GEMMA3 | {"use_bidirectional_attention": True},
+        ("Gemma3Attention of layer 1", "non-causal attention with a window"),
+    ),
 }
 
 
@@ -96,6 +130,90 @@ def test_prepare_refuses_and_leaves_the_model_as_it_was(case: str, training: boo
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.arange(3, 8)[None], use_cache=False).logits
     assert bool(torch.isfinite(logits).all())
+
+
+# What a kernel has to be able to do, and the words of the layer and the wish.
+WISHES: dict[str, tuple[str, dict[str, Any], tuple[str, ...] | None]] = {
+    "kf14 window": ("Mistral", {"sliding_window": 4}, None),
+    "kf14 window in some layers": ("Gemma3", GEMMA3, None),
+    "soft cap": ("Gemma2", GEMMA2, ("Gemma2Attention of layer 0", "a soft cap of 50.0 on scores")),
+    "kf16 sinks": ("GptOss", GPT_OSS, ("GptOssAttention of layer 0", "attention sinks")),
+}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "eager", "sdpa"])
+@pytest.mark.parametrize("case", WISHES)
+def test_kf14_kf16_what_a_layer_wants_is_honoured_or_refused_by_kernel(case: str, kernel: str) -> None:
+    name, changes, words = WISHES[case]
+    model = build(name, **changes)
+    before = model.config._attn_implementation
+    sp = SequenceParallel(kernel=kernel)
+    if kernel != "sdpa" or words is None:
+        assert prepare(model, sp) is model
+        assert bool(torch.isfinite(sp.loss(model, sp.shard([[3, 4, 5, 6, 7, 8, 9], [7, 6]]))))
+        return
+    with pytest.raises(ModelError) as refused:
+        prepare(model, sp)
+    for word in (*words, "kernel 'sdpa'", "Allowed: kernel 'eager'", '"auto"'):
+        assert word in str(refused.value)
+    assert model.config._attn_implementation == before
+
+
+def test_a_layer_that_calls_itself_non_causal_is_refused_unless_the_config_says_so() -> None:
+    model = build("Llama")
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ModelError, match=r"LlamaAttention of layer 1 asks for non-causal attention\.") as refused:
+        prepare(model, SequenceParallel())
+    assert "is_causal = False" in str(refused.value)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Llama", {"is_causal": False}),
+        ("Gemma3", {"head_dim": 8, "layer_types": ["full_attention"] * 2, "use_bidirectional_attention": True}),
+    ],
+    ids=["is_causal", "use_bidirectional_attention"],
+)
+def test_a_config_that_says_so_makes_attention_bidirectional(name: str, changes: dict[str, Any], kernel: str) -> None:
+    batch = [[3, 4, 5, 6, 7], [8], [9, 10, 11]]
+    sp = SequenceParallel(kernel=kernel)
+    with keep_float64():
+        model = build(name, **changes).double()
+        right_loss, right = oracle.run_model(model, [batch])
+        with oracle.oracle_attention(model):
+            right_logits = torch.cat([oracle.logits_of(model, torch.tensor(ids)) for ids in batch])
+        theirs = model(input_ids=torch.tensor(batch[:1]), use_cache=False).logits[0]
+        oracle.assert_close(right_logits[:5], theirs, "transformers' own logits")
+        step = sp.shard(batch)
+        loss = sp.loss(prepare(model, sp), step)
+        loss.backward()
+        oracle.assert_close(model(**step.inputs).logits[0], right_logits, "logits")
+        oracle.assert_close(loss, right_loss, "loss")
+        oracle.assert_same_grads({name: p.grad for name, p in model.named_parameters()}, right)
+    changed = sp.shard([[3, 4, 5, 6, 20], *batch[1:]])
+    differs = (model(**changed.inputs).logits != model(**step.inputs).logits)[0].any(-1).tolist()
+    assert differs == [True] * 5 + [False] * 4
+
+
+def test_kf40_prompt_tuning_is_refused_and_lora_is_not() -> None:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT's own about transformers' deprecations
+        virtual = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        prompted = peft.get_peft_model(build("Llama"), virtual)
+        wrapped = peft.get_peft_model(build("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
+        dropping = peft.get_peft_model(build("Llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+        sp = SequenceParallel()
+        later = peft.get_peft_model(prepare(build("Llama"), sp), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ModelError, match="prompt or prefix tuning"):
+        prepare(prompted, sp)
+    with pytest.raises(ModelError, match=r"q_proj\.lora_dropout"):
+        prepare(dropping, sp)
+    assert prepare(wrapped, sp) is wrapped
+    losses = [sp.loss(model, sp.shard([[3, 4, 5], [6, 7]])) for model in (wrapped, later)]
+    assert torch.equal(*losses)  # adapters are 0 at first
 
 
 def test_kf37_prepare_refuses_what_is_not_a_transformers_model() -> None:

@@ -1,7 +1,8 @@
-"""Attention over a plan: ``attend`` and the kernels that it calls."""
+"""Attention over a plan: ``attend``, what a layer may ask of it, and the kernels that it calls."""
 
 from basp.attention.attend import attend
 from basp.attention.context import Context
 from basp.attention.kernels import KERNELS, Kernel, find_kernel
+from basp.attention.spec import AttentionSpec
 
-__all__ = ["KERNELS", "Context", "Kernel", "attend", "find_kernel"]
+__all__ = ["KERNELS", "AttentionSpec", "Context", "Kernel", "attend", "find_kernel"]

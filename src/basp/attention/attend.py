@@ -11,12 +11,13 @@ from torch import Tensor
 
 from basp.attention.context import CompiledExchange, Context, HeadShape
 from basp.attention.kernels import Kernel
+from basp.attention.spec import AttentionSpec
 from basp.collectives import exchange_rows
 from basp.errors import BatchError
 from basp.exchange import Call, Exchange, Run
 
-_ScaledKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A kernel with the layer's mask and scale: q, k, v head-first -> out head-first."""
+_Ready = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A kernel that has its spec: q, k, v head-first -> out head-first."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])
@@ -28,7 +29,13 @@ def _never_traced(function: _Function) -> _Function:
 
 @_never_traced
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, context: Context, kernel: Kernel | None = None, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: Context,
+    kernel: Kernel | None = None,
+    *,
+    spec: AttentionSpec | None = None,
 ) -> Tensor:
     """Attention output of this rank's packed tokens, each token against its whole sequence on whichever rank it lies.
 
@@ -42,7 +49,7 @@ def attend(
         v: [T, K, Dv] values.
         context: of the micro-step.
         kernel: computes attention of whole heads here; the context's by default.
-        scale: multiplies q k^T; 1 / sqrt(D) by default.
+        spec: what the layer wants of attention; causal with a scale of 1 / sqrt(D) by default.
 
     Returns:
         [T, H, Dv].
@@ -50,36 +57,38 @@ def attend(
     Raises:
         BatchError: q, k or v have another number of tokens than this rank owns.
     """
-    shape = HeadShape(q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    spec = AttentionSpec(scale=q.shape[2] ** -0.5) if spec is None else spec
+    shape = HeadShape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], spec.causal)
     compiled = context.compiled(shape, q.device)
-    run_kernel = partial(
-        kernel or context.kernel, causal=context.causal, scale=shape.head_dim**-0.5 if scale is None else scale
-    )
+    kernel = kernel or context.kernel
     runs = compiled.exchange.runs
     _check_tokens(q, k, v, runs)
     context.attended += 1
     sizes = [run.tokens for run in runs]
     pieces = list(zip(_split(q, sizes), _split(k, sizes), _split(v, sizes), strict=True))
     outs = [
-        _attend_private(*piece, run, run_kernel) if run.batch else None for run, piece in zip(runs, pieces, strict=True)
+        _attend_private(*piece, run, kernel, spec) if run.batch else None
+        for run, piece in zip(runs, pieces, strict=True)
     ]
     if compiled.dispatch is not None:
         # A rank without shared tokens exchanges 0 rows: the others wait for it, in the backward as well.
         shared = [piece for run, piece in zip(runs, pieces, strict=True) if not run.batch] or [(q[:0], k[:0], v[:0])]
         q, k, v = (_join(parts) for parts in zip(*shared, strict=True))
-        shared_out = _attend_shared(q, k, v, compiled, run_kernel)
+        shared_out = _attend_shared(q, k, v, compiled, kernel, spec)
         places = iter(_split(shared_out, [len(piece[0]) for piece in shared]))
         outs = [next(places) if out is None else out for out in outs] + list(places)
     return _join([out for out in outs if out is not None])
 
 
-def _attend_private(q: Tensor, k: Tensor, v: Tensor, run: Run, kernel: _ScaledKernel) -> Tensor:
+def _attend_private(q: Tensor, k: Tensor, v: Tensor, run: Run, kernel: Kernel, spec: AttentionSpec) -> Tensor:
     """Whole sequences in place: [T, H, D] -> [T, H, Dv], one batched call, no copy of the inputs."""
     q, k, v = (x.unflatten(0, (run.batch, run.length)).transpose(1, 2) for x in (q, k, v))
-    return kernel(q, k, v).transpose(1, 2).flatten(0, 1)
+    return kernel(q, k, v, spec).transpose(1, 2).flatten(0, 1)
 
 
-def _attend_shared(q: Tensor, k: Tensor, v: Tensor, compiled: CompiledExchange, kernel: _ScaledKernel) -> Tensor:
+def _attend_shared(
+    q: Tensor, k: Tensor, v: Tensor, compiled: CompiledExchange, kernel: Kernel, spec: AttentionSpec
+) -> Tensor:
     """Tokens of sequences that ranks share: [T, H, D] -> [T, H, Dv], one exchange each way."""
     assert compiled.dispatch is not None
     assert compiled.combine is not None
@@ -91,11 +100,13 @@ def _attend_shared(q: Tensor, k: Tensor, v: Tensor, compiled: CompiledExchange, 
     received = exchange_rows(packed.view(-1, exchange.unit), compiled.dispatch)
     blocks = _split(received, [_rows(call, exchange) for call in exchange.calls])
     outs = [
-        _run_call(block, call, kv_index, exchange, kernel)
+        _run_call(block, call, kv_index, exchange, partial(kernel, spec=spec.for_heads(*call.heads)))
         for block, call, kv_index in zip(blocks, exchange.calls, compiled.kv_indices, strict=True)
     ]
     # A rank that computes nothing still takes part in both collectives, in the backward as well.
     produced = _join(outs or [received.reshape(0, exchange.value_head_dim)])
+    if not outs and spec.sinks is not None:  # nor may its sinks be the only ones without a gradient
+        produced = produced + 0 * spec.sinks.sum()
     combined = exchange_rows(produced, compiled.combine)
     return combined.view(len(q), exchange.heads, exchange.value_head_dim)
 
@@ -123,7 +134,7 @@ def _rows(call: Call, exchange: Exchange) -> int:
     return sum(_panel_sizes(call, exchange)) // exchange.unit
 
 
-def _run_call(block: Tensor, call: Call, kv_index: Tensor | None, exchange: Exchange, kernel: _ScaledKernel) -> Tensor:
+def _run_call(block: Tensor, call: Call, kv_index: Tensor | None, exchange: Exchange, kernel: _Ready) -> Tensor:
     """Rows of one call [rows, unit] -> its output rows [Tq * tiles * heads, Dv], token first."""
     parts: list[Tensor] = []
     panels = _split(block.view(-1), _panel_sizes(call, exchange))

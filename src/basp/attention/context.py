@@ -21,12 +21,13 @@ from basp.strategies import Strategy, plan
 
 
 class HeadShape(NamedTuple):
-    """Query heads H, kv heads K, query/key dim and value dim of one attention layer."""
+    """Query heads H, kv heads K, query/key dim and value dim of one attention layer, and whether it is causal."""
 
     heads: int
     kv_heads: int
     head_dim: int
     value_head_dim: int
+    causal: bool
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Context:
         counter: is told the bytes that this rank sends.
         agreement_group: the same ranks on CPU tensors, to compare each plan on before its first exchange; None trusts
             that they are equal.
-        causal: whether a query sees only keys at and before its position.
+        agreed: (heads, kv heads, causal) of plans that need no more comparing, because an earlier micro-step's was
+            equal and the strategy is a function of what has been compared. Grows here; None compares each.
     """
 
     def __init__(
@@ -64,34 +66,34 @@ class Context:
         kernel: Kernel,
         counter: ByteCounter,
         agreement_group: dist.ProcessGroup | None = None,
-        causal: bool = True,
+        agreed: set[tuple[int, int, bool]] | None = None,
     ) -> None:
         self.lengths = tuple(lengths)
-        self.group, self.strategy, self.kernel, self.counter, self.causal = group, strategy, kernel, counter, causal
-        self.agreement_group = agreement_group
+        self.group, self.strategy, self.kernel, self.counter = group, strategy, kernel, counter
+        self.agreement_group, self.agreed = agreement_group, agreed
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.layout = self._make_plan(1, 1)
+        self.layout = self._make_plan(1, 1, causal=True)
         self.attended = 0
-        self._plans: dict[tuple[int, int], Plan] = {(1, 1): self.layout}
+        self._plans: dict[tuple[int, int, bool], Plan] = {(1, 1, True): self.layout}
         self._compiled: dict[tuple[HeadShape, torch.device], CompiledExchange] = {}
 
-    def plan(self, heads: int, kv_heads: int) -> Plan:
+    def plan(self, heads: int, kv_heads: int, *, causal: bool = True) -> Plan:
         """The plan for a layer with these head counts. Its shards are the same for all of them.
 
         Raises:
             PlanError: the strategy places tokens by the head counts, so that they would have to move between layers.
         """
-        if (heads, kv_heads) not in self._plans:
-            made = self._make_plan(heads, kv_heads)
+        if (heads, kv_heads, causal) not in self._plans:
+            made = self._make_plan(heads, kv_heads, causal=causal)
             if not np.array_equal(made.shard_table, self.layout.shard_table):
                 raise PlanError(
                     f"a strategy whose shards for {heads}/{kv_heads} heads differ from those for 1/1",
                     allowed="shards that depend on lengths and ranks only",
                     remedy="let the strategy's tiles, not its shards, follow the heads",
                 )
-            self._plans[heads, kv_heads] = made
-        return self._plans[heads, kv_heads]
+            self._plans[heads, kv_heads, causal] = made
+        return self._plans[heads, kv_heads, causal]
 
     @property
     def shapes(self) -> list[HeadShape]:
@@ -108,19 +110,18 @@ class Context:
             self._compiled[shape, device] = self._compile(shape, device)
         return self._compiled[shape, device]
 
-    def _make_plan(self, heads: int, kv_heads: int) -> Plan:
+    def release(self) -> None:
+        """Drop the tables, once this micro-step's backward is done; asked again, they are compiled again."""
+        self._compiled.clear()
+
+    def _make_plan(self, heads: int, kv_heads: int, *, causal: bool) -> Plan:
         return plan(
-            self.lengths,
-            ranks=self.ranks,
-            heads=heads,
-            kv_heads=kv_heads,
-            strategy=self.strategy,
-            causal=self.causal,
+            self.lengths, ranks=self.ranks, heads=heads, kv_heads=kv_heads, strategy=self.strategy, causal=causal
         )
 
     def _compile(self, shape: HeadShape, device: torch.device) -> CompiledExchange:
         exchange = compile_exchange(
-            self._agreed_plan(shape.heads, shape.kv_heads),
+            self._agreed_plan(shape),
             self.rank,
             head_dim=shape.head_dim,
             value_head_dim=shape.value_head_dim,
@@ -134,16 +135,21 @@ class Context:
         )
         return CompiledExchange(exchange, dispatch, combine, kv_indices)
 
-    def _agreed_plan(self, heads: int, kv_heads: int) -> Plan:
+    def _agreed_plan(self, shape: HeadShape) -> Plan:
         """The plan, once every rank has the same: ranks that run different ones would wait for each other forever."""
-        if self.agreement_group is None:
-            return self.plan(heads, kv_heads)
         made: Plan | None = None
         refusal: Exception | None = None
         try:
-            made = self.plan(heads, kv_heads)
+            made = self.plan(shape.heads, shape.kv_heads, causal=shape.causal)
         except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
             refusal = error
-        agree([(f"plan for {heads}/{kv_heads} heads", made.digest if made else "")], self.agreement_group, refusal)
-        assert made is not None
+        kind = (shape.heads, shape.kv_heads, shape.causal)
+        if self.agreement_group is not None and (self.agreed is None or kind not in self.agreed):
+            what = f"plan for {shape.heads}/{shape.kv_heads} heads"
+            agree([(what, made.digest if made else "")], self.agreement_group, refusal)
+            if self.agreed is not None:
+                self.agreed.add(kind)
+        if made is None:
+            assert refusal is not None
+            raise refusal
         return made

@@ -28,6 +28,8 @@ from basp.train.loop import Place, train_rank
 from basp.train.run_dir import RunDir, claim_run_dir
 from basp.train.settings import dump_settings
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
 _GRACE_SECONDS = 1
 """Between asking the other ranks to end and killing them."""
 
@@ -51,6 +53,13 @@ def run(config: TrainConfig) -> int:
 
 
 def _run_under_torchrun(config: TrainConfig) -> None:
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"RANK in the environment, but not {', '.join(missing)}",
+            allowed="all of torchrun's variables, or no RANK",
+            remedy="start with torchrun, or unset RANK and use --ranks",
+        )
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if config.parallel.ranks not in (1, world):
         raise ConfigError(
@@ -63,9 +72,11 @@ def _run_under_torchrun(config: TrainConfig) -> None:
     place = Place(rank, world, local_rank, int(os.environ.get("GROUP_RANK", 0)), _device(config.parallel, local_rank))
     # Rank 0 claims before it joins the others, who wait for it in init_process_group.
     resolved = replace(config, parallel=replace(config.parallel, ranks=world))
-    claimed = _claim(resolved) if rank == 0 else RunDir(Path(config.run_dir).resolve())
+    claimed = _claim(resolved) if rank == 0 else RunDir(Path(config.run_dir).expanduser().resolve())
     try:
-        _finish_or_abandon(claimed if rank == 0 else None, lambda: _join_and_train(config, place, claimed, "env://"))
+        with _sigterm_as_exit():  # which torchrun sends to the others when one rank fails
+            mine = claimed if rank == 0 else None
+            _finish_or_abandon(mine, lambda: _join_and_train(config, place, claimed, "env://"))
     except BaspError as error:
         if rank != 0:  # the command prints rank 0's errors; one that only this rank has would go unseen
             print(f"basp: error on rank {rank}: {error}", file=sys.stderr, flush=True)
@@ -122,7 +133,7 @@ def _local_rank(rank: int, config: TrainConfig, claimed: RunDir, store: str, fai
     _end_with_parent()
     device = _device(config.parallel, rank)
     if device.type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.parallel.ranks))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.parallel.ranks))
     try:
         _join_and_train(config, Place(rank, config.parallel.ranks, rank, 0, device), claimed, store)
     except BaspError as error:
@@ -158,8 +169,8 @@ def _finish_or_abandon(claimed: RunDir | None, train: Any) -> None:
     try:
         train()
     except BaseException:
-        if claimed is not None:
-            claimed.abandon()
+        if claimed is not None and not claimed.abandon():
+            print(f"basp: the run that was to be replaced is kept in {claimed.replaced}", file=sys.stderr)
         raise
     if claimed is not None:
         claimed.finish()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
+from basp.attention.context import HeadShape
 from basp.data.dataset import Dataset
 from basp.data.sampling import Batches, cut_documents, split_eval
 from basp.data.sources import read_documents
@@ -25,7 +28,7 @@ from basp.data.store import TokenStore, write_store
 from basp.data.tokenizers import Tokenizer, load_tokenizer
 from basp.errors import TrainingError
 from basp.hf import prepare
-from basp.parallel import SequenceParallel, Step
+from basp.parallel import SequenceParallel
 from basp.report import draw_report, read_metrics
 from basp.strategies import plan
 from basp.train.config import OptimConfig, TrainConfig
@@ -64,12 +67,22 @@ def train_rank(config: TrainConfig, place: Place, run: RunDir) -> None:
         BaspError: data, model or settings that are refused; a loss that is not finite.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
-    train, evaluation = load_data(config, tokenizer, place, run)
-    trainer = Trainer(config, train, evaluation, tokenizer, place)
-    with Reporter(run.metrics, steps=trainer.steps, speaks=place.rank == 0) as reporter:
-        reporter.say(trainer.describe())
-        first = trainer.run(reporter)
-    trainer.save(run, first)
+    try:
+        train, evaluation = load_data(config, tokenizer, place, run)
+        trainer = Trainer(config, train, evaluation, tokenizer, place)
+        with Reporter(run.metrics, steps=trainer.steps, speaks=place.rank == 0) as reporter:
+            reporter.say(trainer.describe())
+            trainer.run(reporter)
+        trainer.save(run)
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"out of memory on {place.device}: {str(error).splitlines()[0].rstrip('.')}",
+            allowed="a micro-batch and a model that fit",
+            remedy="lower batch.sequences or data.max_length, turn on model.gradient_checkpointing, or use more ranks",
+        ) from error
+    finally:
+        if place.local_rank == 0:
+            shutil.rmtree(run.tokens(place.node), ignore_errors=True)
 
 
 def load_data(config: TrainConfig, tokenizer: Tokenizer, place: Place, run: RunDir) -> tuple[Dataset, Dataset | None]:
@@ -79,6 +92,9 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer, place: Place, run: RunD
         DataError: data that cannot be read, or nothing to train on.
     """
     folder = run.tokens(place.node)
+    if place.local_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, on a node whose disk rank 0 does not see
+    dist.barrier()
     if place.local_rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
         documents = read_documents(config.data.source, text_field=config.data.text_field)
@@ -131,7 +147,10 @@ class Trainer:
         optim = config.optim
         self.steps = optim.steps if optim.steps is not None else self.batches.steps_for(optim.epochs or 1.0)
         mesh = init_device_mesh(place.device.type, (place.world,), mesh_dim_names=("sp",))
-        self.sp = SequenceParallel(mesh, strategy=config.parallel.strategy)
+        self.sp = SequenceParallel(
+            mesh, strategy=config.parallel.strategy, timeout=timedelta(seconds=config.parallel.timeout)
+        )
+        self.first: tuple[tuple[int, ...], HeadShape] | None = None
         self.model = self._build_model(mesh)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(_decay_groups(self.model, optim.weight_decay), lr=optim.lr)
@@ -148,15 +167,13 @@ class Trainer:
             f"({parallel.strategy}, sharding {parallel.sharding}, {self.place.device.type})"
         )
 
-    def run(self, reporter: Reporter) -> Step:
-        """Take every step; returns the first micro-step, for the report's picture."""
-        first: Step | None = None
+    def run(self, reporter: Reporter) -> None:
+        """Take every step."""
         every, eval_every = self.config.log.every, self.config.log.eval_every
         for index in range(self.steps):
             started = time.perf_counter()
             before = self.sp.counter.total
-            values, micro_step = self._step(index)
-            first = first or micro_step
+            values = self._step(index)
             number = index + 1
             if number == 1 or number % every == 0 or number == self.steps:
                 values |= self._speed(values["tokens"], self.sp.counter.total - before, started)
@@ -167,8 +184,6 @@ class Trainer:
                 loss, tokens = self.evaluate(self.evaluation)
                 reporter.record({"step": number, "eval_loss": loss, "eval_tokens": tokens})
                 reporter.say(f"step {number}/{self.steps}  evaluation loss {loss:.4f} over {tokens:,} tokens")
-        assert first is not None
-        return first
 
     @torch.no_grad()
     def evaluate(self, data: Dataset) -> tuple[float, int]:
@@ -177,27 +192,30 @@ class Trainer:
         size = self.config.batch.sequences
         numbers = [range(start, min(start + size, len(data))) for start in range(0, len(data), size)]
         steps = self.sp.shard_steps([[data.sequence(number) for number in batch] for batch in numbers])
-        loss = sum(float(self.sp.loss(self.model, step)) for step in steps)
+        loss = 0.0
+        for step in steps:
+            loss += float(self.sp.loss(self.model, step))
+            step.context.release()
         self.model.train()
         return loss, steps[0].valid_tokens
 
-    def save(self, run: RunDir, first: Step) -> None:
-        """Write the final model and the report. Collective; rank 0 writes."""
+    def save(self, run: RunDir) -> None:
+        """Write the final model and the report. Collective; rank 0 writes, and the others do not wait for it."""
         state = whole_state(self.model, DTYPES[self.config.model.dtype])
         if self.place.rank == 0:
-            save_model(run.model, self.model.config, state, self.tokenizer)
-            shape = first.context.shapes[0]
+            save_model(run.model, self.model, state, self.tokenizer)
+            assert self.first is not None
+            lengths, shape = self.first
             sizes: dict[str, Any] = {"ranks": self.place.world, "heads": shape.heads, "kv_heads": shape.kv_heads}
             names = dict.fromkeys([self.config.parallel.strategy, "ulysses"])
             draw_report(
                 read_metrics(run.metrics),
-                {name: plan(first.context.lengths, strategy=name, **sizes) for name in names},
+                {name: plan(lengths, strategy=name, **sizes) for name in names},
                 head_dim=shape.head_dim,
                 itemsize=DTYPES[self.config.model.dtype].itemsize,
                 title=self.describe(),
                 path=run.report,
             )
-        dist.barrier()
 
     def _build_model(self, mesh: Any) -> PreTrainedModel:
         config = self.config
@@ -211,7 +229,7 @@ class Trainer:
             model.to(self.place.device)  # type: ignore[arg-type]  # transformers' wrapper loses the signature
         return model
 
-    def _step(self, index: int) -> tuple[dict[str, Any], Step]:
+    def _step(self, index: int) -> dict[str, Any]:
         """One optimizer step; refuses to take it when the loss or the gradients are not finite."""
         numbers = self.batches.step(index)
         steps = self.sp.shard_steps([[self.train.sequence(number) for number in batch] for batch in numbers])
@@ -220,6 +238,8 @@ class Trainer:
             share = self.sp.loss(self.model, step)
             share.backward()
             loss = loss + share.detach()
+            self.first = self.first or (step.context.lengths, step.context.shapes[0])
+            step.context.release()
         if self.config.parallel.sharding == "none" and self.sp.group is not None:
             average_gradients(self.parameters, self.sp.group)
         norm = clip_gradients(self.parameters, self.config.optim.clip_norm)
@@ -229,8 +249,7 @@ class Trainer:
         self.schedule.step()
         self.optimizer.zero_grad()
         lengths = [length for step in steps for length in step.context.lengths]
-        values = {"loss": float(loss), "lr": lr, "grad_norm": norm, "tokens": sum(lengths), "sequences": len(lengths)}
-        return values, steps[0]
+        return {"loss": float(loss), "lr": lr, "grad_norm": norm, "tokens": sum(lengths), "sequences": len(lengths)}
 
     def _check_finite(self, loss: Tensor, norm: float, index: int, numbers: list[list[int]]) -> None:
         if math.isfinite(float(loss)) and math.isfinite(norm):

@@ -42,13 +42,21 @@ def build_model(config: TrainConfig, tokenizer: Tokenizer) -> PreTrainedModel:
     return model
 
 
-def save_model(folder: Path, model_config: PreTrainedConfig, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
-    """Write weights, config and tokenizer as one folder that ``from_pretrained`` loads; whole or not at all."""
+def save_model(folder: Path, trained: PreTrainedModel, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
+    """Write weights, configs and tokenizer as one folder that ``from_pretrained`` loads; whole or not at all.
+
+    Args:
+        folder: to write.
+        trained: gives the configs.
+        state: its whole weights, in the dtype to save.
+        tokenizer: to save beside them.
+    """
     dtype = next(value.dtype for value in state.values() if value.is_floating_point())
     with torch.device("meta"):  # a clean model of the same class: wrappers for sharding leave no mark on what is saved
-        model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa", dtype=dtype)
+        model = AutoModelForCausalLM.from_config(trained.config, attn_implementation="eager", dtype=dtype)
     model.load_state_dict(state, assign=True)
     model.tie_weights()
+    model.generation_config = trained.generation_config
     with written_whole(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save(partial)
@@ -71,9 +79,10 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
+            attn_implementation="eager",  # a config.json that names a hub's kernel must not make it run
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"the checkpoint in {path!r} cannot be loaded: {_sentence(error)}",
             allowed="a transformers causal LM in safetensors that needs no remote code",
@@ -114,7 +123,7 @@ def _from_config(
         _check_keys(model_config, architecture)
         if "max_position_embeddings" not in architecture and hasattr(model_config, "max_position_embeddings"):
             model_config.max_position_embeddings = max(max_length, model_config.max_position_embeddings)
-        return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation="eager")
     except BaspError:
         raise
     except Exception as error:  # transformers and torch raise many kinds for sizes that do not fit
@@ -125,10 +134,23 @@ def _from_config(
         ) from error
 
 
+_DECIDED_ELSEWHERE = {
+    "dtype": "set model.dtype",
+    "torch_dtype": "set model.dtype",
+    "attn_implementation": "remove it: attention is basp's",
+}
+
+
 def _check_keys(model_config: PreTrainedConfig, architecture: dict[str, Any]) -> None:
     # What transformers does not know it keeps as an attribute that nothing reads.
     known = {*inspect.signature(type(model_config).__init__).parameters, *model_config.attribute_map, "model_type"}
     for key in architecture:
+        if key in _DECIDED_ELSEWHERE:
+            raise ModelError(
+                f"model.config has {key!r}",
+                allowed=f"what transformers' {type(model_config).__name__} takes as its architecture",
+                remedy=_DECIDED_ELSEWHERE[key],
+            )
         if key not in known and key in vars(model_config):
             near = nearest_name(key, known - {"self", "kwargs"})
             raise ModelError(

@@ -49,16 +49,21 @@ class RunDir:
         if self.replaced is not None:
             shutil.rmtree(self.replaced)
 
-    def abandon(self) -> None:
-        """After a failure: leave no trace of a run that never took a step, and put back what it would have replaced."""
+    def abandon(self) -> bool:
+        """After a failure: leave no trace of a run that never took a step, and put back what it would have replaced.
+
+        Returns:
+            False if a run that was to be replaced still stands aside, because this one did take steps.
+        """
         shutil.rmtree(self.path / "tokens", ignore_errors=True)
         for half in self.path.glob(f".*{PARTIAL}"):  # of a rank that was killed while it wrote
             shutil.rmtree(half) if half.is_dir() else half.unlink()
         if self.metrics.exists() and self.metrics.stat().st_size:
-            return
+            return self.replaced is None
         shutil.rmtree(self.path, ignore_errors=True)
         if self.replaced is not None:
             self.replaced.rename(self.path)
+        return True
 
 
 def claim_run_dir(path: str | Path, *, overwrite: bool) -> RunDir:
@@ -67,7 +72,7 @@ def claim_run_dir(path: str | Path, *, overwrite: bool) -> RunDir:
     Raises:
         ConfigError: it exists and ``overwrite`` is off, or it holds something that is no run of basp.
     """
-    folder = Path(path).resolve()  # a link is followed: the run lies where it points
+    folder = Path(path).expanduser().resolve()  # a link is followed: the run lies where it points
     replaced: Path | None = None
     try:
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):

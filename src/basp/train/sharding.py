@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from basp.errors import ModelError
+
 _BUCKET_BYTES = 64 << 20
 
 
@@ -46,7 +48,14 @@ def wrap_layers(model: nn.Module, *, compiled: bool, recomputed: bool) -> None:
     The checkpoint goes around the compiled forward: inside it, the graph break at attention would make dynamo leave the
     whole layer uncompiled, without a word. Layers are compiled for any number of tokens, since plans change it.
     """
-    for layer in decoder_layers(model):
+    layers = decoder_layers(model)
+    if not layers and (compiled or recomputed):
+        raise ModelError(
+            f"a {type(model).__name__} with model.compile or model.gradient_checkpointing, and no layers to do it to",
+            allowed="a model whose layers transformers can checkpoint (GradientCheckpointingLayer)",
+            remedy="turn both off for this model",
+        )
+    for layer in layers:
         forward = layer.forward
         if compiled:
             forward = torch.compile(forward, dynamic=True)

@@ -1,13 +1,11 @@
-"""transformers models: an attention function named "basp", its mask function, and checks before the first step.
+"""``prepare``: route a model's attention through basp, once probes have shown that it can be honoured exactly.
 
-A model says what it wants of attention through the arguments of that function (window, soft cap, sinks, dropout, a
-mask). What the executor cannot honour is refused there, by the name of the layer, and a probe forward in ``prepare``
-brings every layer's wishes to light before training.
+Support is found by behaviour, not by name: forwards of one and two tokens count the attention calls of each layer,
+bring every layer's wishes to light, and show whether tokens meet anywhere but in attention.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,25 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from basp.attention import Context, attend
+from basp.attention.kernels import ChosenKernel
 from basp.errors import ModelError
+from basp.hf.function import NAME, NoStepError, Probe, register
 from basp.parallel import SequenceParallel
-
-NAME = "basp"
-"""Of the attention implementation. It must not contain "flash": transformers would take it for its own."""
-
-
-class _NoStepError(ModelError):
-    """The attention function was called without a context."""
-
-
-class Probe:
-    """Stands where a context will be, and counts the attention calls of each module."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[int] = Counter()
 
 
 def prepare(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
@@ -50,7 +35,7 @@ def prepare(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
 
     Raises:
         ModelError: a layer does not call the attention function once per forward, or asks for something that the
-            executor cannot honour (window, soft cap, sinks, dropout, a mask); names the layer.
+            executor or the kernel cannot honour (dropout, a mask, chunks); names the layer.
     """
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
@@ -64,126 +49,20 @@ def prepare(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
             allowed="a model that is not sharded yet",
             remedy="call basp.prepare first, then fully_shard",
         )
-    _register()
+    register()
     _check_dropout(model)
     _check_chunks(model)
+    _check_rope(model)
     before = model.config._attn_implementation or "eager"
     try:
         model.set_attn_implementation(NAME)
-        _check_layers(model, _run_probe(model))
-        _check_mixing(model)
+        _check_layers(model, _run_probe(model, sp.kernel))
+        _check_mixing(model, sp.kernel)
+        _check_slices(model, sp.kernel)
     except BaseException:
         model.set_attn_implementation(before)  # a refused model stays as it was
         raise
     return model
-
-
-@torch.compiler.disable
-def basp_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    basp_context: Context | Probe | None = None,
-    **asked: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in every layer. Dynamo does not trace it: one graph break.
-
-    Args:
-        module: the attention layer.
-        query: [1, H, T, D] of this rank's packed tokens.
-        key: [1, K, T, D].
-        value: [1, K, T, Dv].
-        attention_mask: must be None: sequences and causality are the context's.
-        scaling: multiplies q k^T.
-        dropout: must be 0.
-        basp_context: of the micro-step.
-        asked: whatever else the model passes; refused where it changes attention.
-
-    Returns:
-        ([1, T, H, Dv], None)
-
-    Raises:
-        ModelError: no context, or something that cannot be honoured.
-    """
-    _check_wishes(module, attention_mask, dropout, asked)
-    if isinstance(basp_context, Probe):
-        basp_context.calls[id(module)] += 1
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-    if basp_context is None:
-        raise _NoStepError(
-            f"a forward of {_describe(module)} without a basp step",
-            allowed="model(**step.inputs) or sp.loss(model, step)",
-            remedy="shard the batch with sp.shard; to use the model without basp, "
-            'call model.set_attn_implementation("sdpa")',
-        )
-    if query.shape[0] != 1:
-        raise ModelError(
-            f"hidden states of batch size {query.shape[0]} in {_describe(module)}",
-            allowed="1: all of a rank's tokens packed in one row",
-            remedy="pass step.inputs unchanged",
-        )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attend(q, k, v, basp_context, scale=scaling)
-    # Not a view for autograd: compiled code after it would be compiled anew for every kind of base that a plan gives.
-    return torch.ops.aten._unsafe_view(out, [1, *out.shape]), None
-
-
-def basp_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
-    """The mask function that goes with it: there is no mask, because sequences are cut apart by the context.
-
-    Raises:
-        ModelError: the caller passed a mask of its own.
-    """
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise ModelError(
-            f"an attention_mask of shape {tuple(attention_mask.shape)} with masked tokens",
-            allowed="no attention_mask: sequences without padding",
-            remedy="pass each sequence without its padding to sp.shard",
-        )
-
-
-def _register() -> None:
-    AttentionInterface.register(NAME, basp_attention)
-    AttentionMaskInterface.register(NAME, basp_mask)
-
-
-_CHANGES_ATTENTION = {
-    "sliding_window": "a sliding window",
-    "softcap": "a soft cap on attention scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "head_mask": "a head mask",
-    "position_bias": "a position bias",
-    "indices": "index-sparse attention",
-}
-"""Arguments with which transformers' models ask for more than causal attention."""
-
-
-def _check_wishes(module: nn.Module, mask: Tensor | None, dropout: float, asked: dict[str, Any]) -> None:
-    wishes = [f"{what} ({name})" for name, what in _CHANGES_ATTENTION.items() if asked.get(name) is not None]
-    if mask is not None:
-        wishes.append(f"an attention mask of shape {tuple(mask.shape)}")
-    if dropout > 0:
-        wishes.append(f"attention dropout {dropout}")
-    is_causal = asked.get("is_causal")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        wishes.append("non-causal attention")
-    if wishes:
-        raise ModelError(
-            f"{_describe(module)} asks for {' and '.join(wishes)}",
-            allowed="causal attention over whole sequences",
-            remedy="change the model's config so that it does not ask for this, or train it without basp",
-        )
-
-
-def _describe(module: nn.Module) -> str:
-    layer = getattr(module, "layer_idx", None)
-    return f"{type(module).__name__}{'' if layer is None else f' of layer {layer}'}"
 
 
 def _check_dropout(model: PreTrainedModel) -> None:
@@ -210,11 +89,11 @@ def _check_chunks(model: PreTrainedModel) -> None:
         )
 
 
-def _forward(model: PreTrainedModel, probe: Probe) -> Tensor:
+def _forward(model: PreTrainedModel, probe: Probe, positions: tuple[int, ...] = (0, 1)) -> Tensor:
     device = next(model.parameters()).device
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    positions = torch.arange(2, device=device)[None]
-    return model(input_ids=ids, position_ids=positions, use_cache=False, basp_context=probe).logits
+    ids = torch.zeros(1, len(positions), dtype=torch.int64, device=device)
+    at = torch.tensor([positions], device=device)
+    return model(input_ids=ids, position_ids=at, use_cache=False, basp_context=probe).logits
 
 
 @contextmanager
@@ -232,12 +111,12 @@ def _mode(model: PreTrainedModel, *, training: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _run_probe(model: PreTrainedModel) -> Probe:
-    probe = Probe()
+def _run_probe(model: PreTrainedModel, kernel: ChosenKernel) -> Probe:
+    probe = Probe(kernel)
     try:
         with _mode(model, training=True):  # a layer asks for dropout only then
             _forward(model, probe)
-    except _NoStepError as error:
+    except NoStepError as error:
         raise ModelError(
             f"{type(model).__name__} does not pass keyword arguments of its forward on to attention",
             allowed="a model whose attention function receives them, as transformers' newer models do",
@@ -254,7 +133,7 @@ def _run_probe(model: PreTrainedModel) -> Probe:
     return probe
 
 
-def _check_mixing(model: PreTrainedModel) -> None:
+def _check_mixing(model: PreTrainedModel, kernel: ChosenKernel) -> None:
     """The probe's attention returns zeros: a token whose logits still depend on another's embedding mixes elsewhere.
 
     A derivative that is not exactly 0 shows it, whatever the sizes of the numbers.
@@ -270,7 +149,7 @@ def _check_mixing(model: PreTrainedModel) -> None:
     hook = model.get_input_embeddings().register_forward_hook(keep)
     try:
         with torch.enable_grad(), _mode(model, training=False):
-            logits = _forward(model, Probe())
+            logits = _forward(model, Probe(kernel))
             for token in (0, 1):
                 (grad,) = torch.autograd.grad(logits[0, token].square().sum(), embedded[0], retain_graph=True)
                 if bool(grad[0, 1 - token].any()):
@@ -297,4 +176,63 @@ def _check_layers(model: PreTrainedModel, probe: Probe) -> None:
             allowed="a model in which every layer's attention goes once through transformers' attention interface",
             remedy="such a layer (linear attention, a state space, or an attention of its own) mixes tokens where basp "
             "cannot see it: train this model without basp",
+        )
+
+
+@torch.no_grad()
+def _check_slices(model: PreTrainedModel, kernel: ChosenKernel) -> None:
+    """A token brings the same queries, keys and values to attention whichever other tokens are on its rank.
+
+    Two tokens far apart run together, then each alone. Position 0 would not do: a rotation by it is the identity.
+    """
+    if next(model.parameters()).device.type == "meta":
+        return
+    positions = (1, max(2, (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 3) - 1))
+    drawn: list[Tensor] = []
+    shown = slice(0, 2)
+
+    def draw(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
+        if not drawn:
+            drawn.append(torch.randn_like(out) * out.std().clamp(min=0.02))
+        return drawn[0][:, shown].clone()
+
+    def seen_by(*at: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        probe = Probe(kernel)
+        _forward(model, probe, at)
+        return probe.seen
+
+    hook = model.get_input_embeddings().register_forward_hook(draw)
+    try:
+        with _mode(model, training=False):
+            together = seen_by(*positions)
+            for token, position in enumerate(positions):
+                shown = slice(token, token + 1)
+                for layer, (whole, alone) in enumerate(zip(together, seen_by(position), strict=True)):
+                    if not all(_alike(a[:, :, shown], b) for a, b in zip(whole, alone, strict=True)):
+                        raise ModelError(
+                            f"{type(model).__name__} gives a token other queries, keys or values in layer {layer} when "
+                            "another token is beside it",
+                            allowed="a model in which they follow from the token and its position_ids alone",
+                            remedy="positions that it counts itself, a convolution before attention, or rope of type "
+                            "longrope need the whole sequence on one rank: train this model without basp",
+                        )
+    finally:
+        hook.remove()
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    # Wide enough for products of one row and of two, which are rounded differently; faults are of the tensor's size.
+    tolerance = 8 * torch.finfo(a.dtype).eps ** 0.75
+    return float((a - b).double().abs().max()) <= tolerance * float(a.double().abs().max())
+
+
+def _check_rope(model: PreTrainedModel) -> None:
+    """Rope whose angles depend on the length of what is on the rank, once that passes max_position_embeddings."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    if any(kind.get("rope_type") == "dynamic" for kind in kinds):
+        raise ModelError(
+            f"{type(model).__name__} has rope of type dynamic, whose angles follow the longest position on the rank",
+            allowed="rope whose angles follow from a token's position alone (default, linear, llama3, yarn)",
+            remedy="set config.rope_parameters to one of these, or train it without basp",
         )

@@ -1,0 +1,169 @@
+"""The attention function and the mask function named "basp" that transformers calls.
+
+A model says what it wants of attention through the arguments of the attention function. What cannot be honoured is
+refused there, by the name of the layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from basp.attention import AttentionSpec, Context, attend
+from basp.attention.kernels import ChosenKernel
+from basp.errors import ModelError
+
+NAME = "basp"
+"""Of the attention implementation. It must not contain "flash": transformers would take it for its own."""
+
+
+class NoStepError(ModelError):
+    """The attention function was called without a context."""
+
+
+class Probe:
+    """Stands where a context will be, and counts the attention calls of each module."""
+
+    def __init__(self, kernel: ChosenKernel) -> None:
+        self.kernel = kernel
+        self.calls: Counter[int] = Counter()
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def note(self, module: nn.Module, spec: AttentionSpec, *qkv: Tensor) -> None:
+        """Count a call and keep its queries, keys and values; refuse what the kernel cannot do, by the layer's name."""
+        self.calls[id(module)] += 1
+        self.seen.append((qkv[0], qkv[1], qkv[2]))
+        try:
+            self.kernel.pick(spec)
+        except ModelError as error:
+            raise ModelError(
+                f"{describe(module)} asks for {error.arrived}", allowed=error.allowed, remedy=error.remedy
+            ) from None
+
+
+@torch.compiler.disable
+def basp_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    basp_context: Context | Probe | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls in every layer. Dynamo does not trace it: one graph break.
+
+    Args:
+        module: the attention layer.
+        query: [1, H, T, D] of this rank's packed tokens.
+        key: [1, K, T, D].
+        value: [1, K, T, Dv].
+        attention_mask: must be None: sequences and causality are the context's.
+        basp_context: of the micro-step.
+        asked: what else the model passes: scaling, sliding_window, softcap, s_aux (sinks) are honoured; what changes
+            attention in another way is refused.
+
+    Returns:
+        ([1, T, H, Dv], None)
+
+    Raises:
+        ModelError: no context, or something that cannot be honoured.
+    """
+    spec = read_spec(module, query, attention_mask, asked)
+    if isinstance(basp_context, Probe):
+        basp_context.note(module, spec, query, key, value)
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+    if basp_context is None:
+        raise NoStepError(
+            f"a forward of {describe(module)} without a basp step",
+            allowed="model(**step.inputs) or sp.loss(model, step)",
+            remedy="shard the batch with sp.shard; to use the model without basp, "
+            'call model.set_attn_implementation("sdpa")',
+        )
+    if query.shape[0] != 1:
+        raise ModelError(
+            f"hidden states of batch size {query.shape[0]} in {describe(module)}",
+            allowed="1: all of a rank's tokens packed in one row",
+            remedy="pass step.inputs unchanged",
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = attend(q, k, v, basp_context, spec=spec)
+    # Not a view for autograd: compiled code after it would be compiled anew for every kind of base that a plan gives.
+    return torch.ops.aten._unsafe_view(out, [1, *out.shape]), None
+
+
+def basp_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
+    """The mask function that goes with it: there is no mask, because sequences are cut apart by the context.
+
+    Raises:
+        ModelError: the caller passed a mask of its own.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ModelError(
+            f"an attention_mask of shape {tuple(attention_mask.shape)} with masked tokens",
+            allowed="no attention_mask: sequences without padding",
+            remedy="pass each sequence without its padding to sp.shard",
+        )
+
+
+def register() -> None:
+    """Make both known to transformers under ``NAME``; again is no harm."""
+    AttentionInterface.register(NAME, basp_attention)
+    AttentionMaskInterface.register(NAME, basp_mask)
+
+
+_NOT_HONOURED = {
+    "head_mask": "a head mask",
+    "position_bias": "a position bias",
+    "indices": "index-sparse attention",
+}
+"""Arguments with which transformers' models ask for attention that no plan gives."""
+
+
+def read_spec(module: nn.Module, query: Tensor, mask: Tensor | None, asked: dict[str, Any]) -> AttentionSpec:
+    """What a layer asks for through the arguments of its attention function.
+
+    Raises:
+        ModelError: something that cannot be honoured; names the layer.
+    """
+    wishes = [f"{what} ({name})" for name, what in _NOT_HONOURED.items() if asked.get(name) is not None]
+    if mask is not None:
+        wishes.append(f"an attention mask of shape {tuple(mask.shape)}")
+    if asked.get("dropout"):
+        wishes.append(f"attention dropout {asked['dropout']}")
+    causal = asked.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    window = asked.get("sliding_window")
+    # Many layers say so of themselves and leave causality to their mask: the model's config has to say it too.
+    if not causal and (window is not None or not _is_bidirectional(getattr(module, "config", None))):
+        wishes.append("non-causal attention" + (" with a window" if window is not None else ""))
+    if wishes:
+        raise ModelError(
+            f"{describe(module)} asks for {' and '.join(wishes)}",
+            allowed="causal attention over whole sequences, with a sliding window, a soft cap or sinks; "
+            "non-causal attention where the model's config says so (is_causal = False)",
+            remedy="change the model's config so that it does not ask for this, or train it without basp",
+        )
+    scale = asked.get("scaling")
+    return AttentionSpec(
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        causal=bool(causal),
+        window=window,
+        softcap=asked.get("softcap"),
+        sinks=asked.get("s_aux"),
+    )
+
+
+def _is_bidirectional(config: Any) -> bool:
+    return getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) is True
+
+
+def describe(module: nn.Module) -> str:
+    """A layer's class and number, for messages."""
+    layer = getattr(module, "layer_idx", None)
+    return f"{type(module).__name__}{'' if layer is None else f' of layer {layer}'}"

@@ -33,7 +33,7 @@ class OwnLM(LlamaForCausalLM):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_equal(family: str) -> None:
-    report = basp.check(family, ranks=3, lengths=(40, 1, 25), timeout=60)
+    report = basp.check(family, ranks=2, lengths=(40, 1, 25), timeout=60)
     report.raise_if_wrong()
     assert report.ok
     assert report.first_difference is None
@@ -44,7 +44,7 @@ def test_every_family_is_equal(family: str) -> None:
     assert ("gradient: attention sinks" in grouped) == (family == "gpt_oss")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_models_are_right_as_shipped(family: str, dtype: str) -> None:
     report = basp.check(family, dtype=dtype, **SMALL)
@@ -136,11 +136,8 @@ def test_shrunk_models_keep_every_kind_of_layer(family: str) -> None:
         assert small.sliding_window == 20
     if config.num_attention_heads > config.num_key_value_heads:
         assert small.num_attention_heads > small.num_key_value_heads > 1
-    kinds = {
-        type(layer.mlp).__name__
-        for layer in build(find_subject(small), torch.float32).model.layers
-        if hasattr(layer, "mlp")
-    }
+    layers = build(find_subject(small), torch.float32).model.layers
+    kinds = {type(layer.mlp).__name__ for layer in layers}
     assert len(kinds) == (2 if family == "deepseek_v3" else 1)
 
 
@@ -180,18 +177,20 @@ def test_models_that_are_none_are_refused(tmp_path: Path, checkpoint: Path) -> N
         "json:JSONDecoder": "no PreTrainedModel",
         "bert_generation_x": "no folder, file or model_type",
         "bloom": "0 times for its 2 layers",
-        "mamba": "Mamba",
+        "mamba": "mamba has no attention heads",
     }
     for model, message in refused.items():
         with pytest.raises(ModelError, match=message):
             basp.check(model, **SMALL)
 
 
-@pytest.mark.parametrize("values", [{"num_attention_heads": 6, "num_key_value_heads": 4}, {"num_attention_heads": 0}])
-def test_head_counts_that_make_no_sense_are_refused(tmp_path: Path, values: dict) -> None:
+@pytest.mark.parametrize("heads", [(6, 4), (0, None), (4, 0), (-2, 2), ("four", 2)])
+def test_head_counts_that_make_no_sense_are_refused(tmp_path: Path, heads: tuple) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 48} | values))
-    with pytest.raises(ModelError, match="heads|head"):
+    path.write_text(
+        json.dumps({"model_type": "llama", "num_attention_heads": heads[0], "num_key_value_heads": heads[1]})
+    )
+    with pytest.raises(ModelError, match=f"has {heads[0]} query heads and "):
         basp.check(str(path), **SMALL)
 
 
@@ -200,15 +199,15 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_in_full(tmp_path: Path) -> 
     state = model.state_dict()
     del state["model.norm.weight"]
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ModelError, match="lacks model.norm.weight"):
+    with pytest.raises(ModelError, match=r"lacks model\.norm\.weight"):
         basp.check(str(tmp_path), full=True, **SMALL)
 
 
 def test_ranks_that_fail_or_hang_are_told_of() -> None:
-    with pytest.raises(TrainingError, match="(?s)rank [01] of a check failed.*ZeroDivisionError: planted"):
+    with pytest.raises(TrainingError, match=r"(?s)rank [01] of a check failed.*ZeroDivisionError: planted"):
         basp.check("llama", **SMALL, _in_each_rank="tests.check.faults:crash")
     start = time.monotonic()
-    with pytest.raises(TrainingError, match="did not end in time|rank [01] of a check failed"):
+    with pytest.raises(TrainingError, match=r"did not end in time|rank [01] of a check failed"):
         basp.check("llama", **SMALL | {"timeout": 3}, _in_each_rank="tests.check.faults:hang")
     assert time.monotonic() - start < 20
 

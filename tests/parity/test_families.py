@@ -140,18 +140,17 @@ def windows(ranks: int) -> tuple[int, int, int]:
     return 3, TOKENS // ranks, TOKENS // ranks + 5
 
 
-BATCHES = ((TOKENS,), (17, 1, 6), (1, 13, 1, 9), (6, 6, 6, 6))
-"""Batches of 1, 3 and 4; with documents of one token, and as many as there are ranks."""
+BATCHES = ONE, THREE, FOUR, EQUAL = (TOKENS,), (17, 1, 6), (1, 13, 1, 9), (6, 6, 6, 6)
+"""Batches of 1, 3 and 4: with documents of one token, and with as many as there are ranks."""
 
 
 def all_cases(family: str, ranks: int) -> list[Case]:
     """A window only where the family has one. Embeddings are tied in every other case."""
-    each = [None, *windows(ranks)] if family in WINDOWED else [None]
-    return [
-        Case(family, lengths, window, tied=number % 2 == 1)
-        for number, (window, lengths) in enumerate(product(each, BATCHES))
-        if window is not None or number < 2 or family not in WINDOWED
-    ]
+    pairs = [(None, batch) for batch in BATCHES]
+    if family in WINDOWED:
+        short, as_long, longer = windows(ranks)
+        pairs = [(None, THREE), *product((short, as_long, longer), (ONE, THREE)), (longer, FOUR), (short, EQUAL)]
+    return [Case(family, batch, window, tied=number % 2 == 1) for number, (window, batch) in enumerate(pairs)]
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from basp.data.tokenizers import load_tokenizer
+from basp.train.config import DataConfig, ModelConfig, TrainConfig
+from basp.train.model import build_model
 from tests.train.running import ONE_LAYER, Outcome, flags, snapshot, train, trained, write_documents
 
 pytestmark = pytest.mark.timeout(120)
@@ -83,6 +86,9 @@ def test_ranks_other_than_torchruns(place: Place, monkeypatch: pytest.MonkeyPatc
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in world.items():
         monkeypatch.setenv(name, value)
+    place.refused(r"RANK in the environment, but not MASTER_ADDR, MASTER_PORT")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
     place.refused(r"parallel\.ranks is 3 under a torchrun of 2\. Allowed: 2, or leave it out", ranks=3)
 
 
@@ -174,11 +180,13 @@ def test_fewer_positions_than_max_length(place: Place) -> None:
     place.refused("max_length 64 with .* 32.*Allowed: at most 32", {**ONE_LAYER, "max_position_embeddings": 32})
 
 
-def test_kf14_a_window_is_refused_by_layer(place: Place) -> None:
-    place.refused(
-        r"MistralAttention of layer 0 asks for a sliding window",
-        {**ONE_LAYER, "model_type": "mistral", "sliding_window": 16},
-    )
+def test_kf14_what_no_plan_can_honour_is_refused(place: Place) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    place.refused(r"LlamaForCausalLM has rope of type dynamic", {**ONE_LAYER, "rope_parameters": rope})
+
+
+def test_settings_of_the_run_in_the_architecture(place: Place) -> None:
+    place.refused(r"model\.config has 'dtype'.*set model\.dtype", {**ONE_LAYER, "dtype": "bfloat16"})
 
 
 def test_kf32_attention_dropout_is_refused(place: Place) -> None:
@@ -247,6 +255,17 @@ def test_a_pickle_is_not_opened(place: Place) -> None:
         (folder / "model.safetensors").unlink()
 
     place.refused(r"no file named model\.safetensors", model__path=place.checkpoint("pickle", pickle))
+
+
+def test_a_checkpoint_cannot_choose_a_kernel_from_a_hub(place: Place) -> None:
+    def ask(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "attn_implementation": "someone/kernel"}))
+
+    asking = str(place.checkpoint("asks for a kernel", ask))  # transformers alone would fetch it and run it
+    config = TrainConfig(model=ModelConfig(path=asking), data=DataConfig(max_length=64))
+    loaded = build_model(config, load_tokenizer("bytes"))
+    assert loaded.config._attn_implementation == "eager"
 
 
 def test_positions_of_a_checkpoint(place: Place) -> None:

@@ -143,6 +143,8 @@ def _read_config(path: Path) -> PreTrainedConfig:
     model_type = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise _unknown(str(model_type), f"it is the model_type of {str(path)!r}")
+    if "num_attention_heads" in values:  # transformers may divide by it
+        _check_heads(str(path), values["num_attention_heads"], values.get("num_key_value_heads"))
     return _made(str(path), AutoConfig.for_model, **values)
 
 
@@ -219,14 +221,18 @@ def _checked(subject: Subject) -> Subject:
             allowed="a model whose tokens meet in attention",
             remedy="a state space needs the whole sequence on one rank: train this model without basp",
         )
-    kv_heads = getattr(subject.text, "num_key_value_heads", None) or heads
+    _check_heads(subject.name, heads, getattr(subject.text, "num_key_value_heads", None))
+    return subject
+
+
+def _check_heads(name: str, heads: Any, kv_heads: Any) -> None:
+    kv_heads = heads if kv_heads is None else kv_heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ModelError(
-            f"{subject.name} has {heads} query heads and {kv_heads} kv heads",
+            f"{name} has {heads} query heads and {kv_heads} kv heads",
             allowed="whole numbers from 1, the query heads a multiple of the kv heads",
             remedy="correct num_attention_heads and num_key_value_heads in its config",
         )
-    return subject
 
 
 def _sentence(error: Exception) -> str:

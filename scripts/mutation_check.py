@@ -108,6 +108,20 @@ FAULTS = (
         "tests/parity/test_attend.py::test_kf20_kf21_any_length_on_any_number_of_ranks",
     ),
     Fault(
+        "a window one token too wide",
+        "attention/kernels.py",
+        "seen &= distance < spec.window",
+        "seen &= distance <= spec.window",
+        "tests/unit/test_kernels.py::test_equals_plain_loops",
+    ),
+    Fault(
+        "a router loss of each rank's tokens alone",
+        "losses.py",
+        "sharing = [] if group is None else [group]",
+        "sharing = []",
+        "tests/parity/test_router_loss.py::test_kf06_router_loss_equals_one_process",
+    ),
+    Fault(
         "ranks that differ are not noticed",
         "agreement.py",
         "if len(set(values)) > 1:",

@@ -198,14 +198,15 @@ class SequenceParallel:
         if not getattr(config, "output_router_logits", False):
             return 0.0
         router_logits = getattr(outputs, "router_logits", None)
-        if not router_logits or not hasattr(config, "router_aux_loss_coef"):
+        # A model that trains on a router loss has computed its own, of this rank's tokens alone.
+        usual = hasattr(config, "router_aux_loss_coef") and getattr(outputs, "aux_loss", None) is not None
+        if not router_logits or not usual:
             raise ModelError(
                 f"a {type(model).__name__} with output_router_logits, whose router loss is not the usual one",
                 allowed="models that give router_logits and have a router_aux_loss_coef (Mixtral, Qwen3-MoE, gpt-oss)",
                 remedy="set config.output_router_logits = False to train without a router loss",
             )
-        trained = torch.is_grad_enabled() and outputs.logits.requires_grad
-        if trained and not any(logits.requires_grad for logits in router_logits):
+        if torch.is_grad_enabled() and _checkpoints_reentrantly(model):
             raise ModelError(
                 "router logits without a gradient: reentrant checkpointing has cut them off from the graph",
                 allowed="non-reentrant checkpointing together with a router loss",
@@ -288,6 +289,16 @@ class SequenceParallel:
         highest = max(int(part.max()) for part in (*ids, *targets))
         weight = sum(int((target != IGNORED).sum()) for target in targets) / max(valid_tokens, 1)
         return Step(input_ids, position_ids, local_targets, context, valid_tokens, weight, highest)
+
+
+def _checkpoints_reentrantly(model: Any) -> bool:
+    """Whether any module does: what is kept of its forward, as router logits are, then has no graph."""
+    return any(
+        module.training
+        and getattr(module, "gradient_checkpointing", False)
+        and getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant", False)
+        for module in model.modules()
+    )
 
 
 def _check_embeddings(model: Any, step: Step) -> None:

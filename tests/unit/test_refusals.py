@@ -57,9 +57,44 @@ QWEN2_MOE = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+    "factor": 4.0,
+}
+BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 32,
+    "dropout": 0.0,
+    "activation_dropout": 0.0,
+    "is_encoder_decoder": False,
+    "is_decoder": True,
+}
+
 # What is refused, and the words that its message must have.
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "kf14 chunks": ("Llama4", LLAMA4, ("layer 0", "chunk", "attention_chunk_size")),
+    "kf13 rope that follows the rank's longest position": (
+        "Llama",
+        {"rope_parameters": LONGROPE, "max_position_embeddings": 128},
+        ("LlamaForCausalLM gives a token other queries, keys or values in layer 0", "longrope"),
+    ),
+    "kf13 rope that follows the length": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        ("LlamaForCausalLM has rope of type dynamic",),
+    ),
+    "kf13 positions that it counts itself": (
+        "Bart",
+        {**BART, "num_hidden_layers": 2},
+        ("BartForCausalLM gives a token other queries, keys or values in layer 0",),
+    ),
     "kf15 state space": ("Mamba", {}, ("MambaForCausalLM calls the attention function 0 times for its 2 layers",)),
     "kf15 state space beside attention": ("FalconH1", {**FALCON_H1, "head_dim": 8}, ("FalconH1", "mixes tokens")),
     "kf15 convolution in one layer of two": (

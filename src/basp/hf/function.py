@@ -51,7 +51,7 @@ def basp_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | int | None,
     *,
     basp_context: Context | Probe | None = None,
     **asked: Any,
@@ -63,7 +63,8 @@ def basp_attention(
         query: [1, H, T, D] of this rank's packed tokens.
         key: [1, K, T, D].
         value: [1, K, T, Dv].
-        attention_mask: must be None: sequences and causality are the context's.
+        attention_mask: ``basp_mask``'s: None, or the window that the layer must ask for itself as well. Sequences and
+            causality are the context's.
         basp_context: of the micro-step.
         asked: what else the model passes: scaling, sliding_window, softcap, s_aux (sinks) are honoured; what changes
             attention in another way is refused.
@@ -97,8 +98,10 @@ def basp_attention(
     return torch.ops.aten._unsafe_view(out, [1, *out.shape]), None
 
 
-def basp_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
+def basp_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any) -> int | None:
     """The mask function that goes with it: there is no mask, because sequences are cut apart by the context.
+
+    A window (or chunk) that the mask would have had is passed on as a number: some layers have it in their mask only.
 
     Raises:
         ModelError: the caller passed a mask of its own.
@@ -109,6 +112,7 @@ def basp_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
             allowed="no attention_mask: sequences without padding",
             remedy="pass each sequence without its padding to sp.shard",
         )
+    return local_size
 
 
 def register() -> None:
@@ -125,20 +129,22 @@ _NOT_HONOURED = {
 """Arguments with which transformers' models ask for attention that no plan gives."""
 
 
-def read_spec(module: nn.Module, query: Tensor, mask: Tensor | None, asked: dict[str, Any]) -> AttentionSpec:
+def read_spec(module: nn.Module, query: Tensor, mask: Tensor | int | None, asked: dict[str, Any]) -> AttentionSpec:
     """What a layer asks for through the arguments of its attention function.
 
     Raises:
         ModelError: something that cannot be honoured; names the layer.
     """
     wishes = [f"{what} ({name})" for name, what in _NOT_HONOURED.items() if asked.get(name) is not None]
-    if mask is not None:
+    window = asked.get("sliding_window")
+    if isinstance(mask, Tensor):
         wishes.append(f"an attention mask of shape {tuple(mask.shape)}")
+    elif mask is not None and mask != window:
+        wishes.append(f"attention within {mask} tokens by its mask, and a sliding window of {window} by its arguments")
     if asked.get("dropout"):
         wishes.append(f"attention dropout {asked['dropout']}")
     causal = asked.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    window = asked.get("sliding_window")
     # Many layers say so of themselves and leave causality to their mask: the model's config has to say it too.
     if not causal and (window is not None or not _is_bidirectional(getattr(module, "config", None))):
         wishes.append("non-causal attention" + (" with a window" if window is not None else ""))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from basp.attention.kernels import ChosenKernel
@@ -20,14 +21,16 @@ from basp.errors import ModelError
 from basp.hf.function import NAME, NoStepError, Probe, register
 from basp.parallel import SequenceParallel
 
+_Model = TypeVar("_Model", bound=nn.Module)
 
-def prepare(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
+
+def prepare(model: _Model, sp: SequenceParallel) -> _Model:
     """Route a causal language model's attention through basp, after checking that it can be honoured exactly.
 
     Call it before ``fully_shard`` and before ``torch.compile``. Runs one forward over two tokens.
 
     Args:
-        model: any transformers causal LM whose attention goes through the attention interface.
+        model: any transformers causal LM whose attention goes through the attention interface, or one that PEFT wraps.
         sp: that will cut its batches.
 
     Returns:
@@ -37,9 +40,10 @@ def prepare(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
         ModelError: a layer does not call the attention function once per forward, or asks for something that the
             executor or the kernel cannot honour (dropout, a mask, chunks); names the layer.
     """
-    if not isinstance(model, PreTrainedModel):
+    base = _unwrap(model)
+    if not isinstance(base, PreTrainedModel):
         raise ModelError(
-            f"a {type(model).__name__}",
+            f"a {type(base).__name__}",
             allowed="a transformers PreTrainedModel with a causal LM head",
             remedy="load it with AutoModelForCausalLM, or call basp.attention.attend from your own attention layer",
         )
@@ -50,19 +54,33 @@ def prepare(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
             remedy="call basp.prepare first, then fully_shard",
         )
     register()
-    _check_dropout(model)
-    _check_chunks(model)
-    _check_rope(model)
-    before = model.config._attn_implementation or "eager"
+    _check_dropout(base)
+    _check_chunks(base)
+    _check_rope(base)
+    before = base.config._attn_implementation or "eager"
     try:
-        model.set_attn_implementation(NAME)
-        _check_layers(model, _run_probe(model, sp.kernel))
+        base.set_attn_implementation(NAME)
+        _check_layers(base, _run_probe(model, sp.kernel))
         _check_mixing(model, sp.kernel)
         _check_slices(model, sp.kernel)
     except BaseException:
-        model.set_attn_implementation(before)  # a refused model stays as it was
+        base.set_attn_implementation(before)  # a refused model stays as it was
         raise
     return model
+
+
+def _unwrap(model: Any) -> Any:
+    """The transformers model in a PEFT one; else the model itself."""
+    configs = getattr(model, "peft_config", None)
+    if isinstance(model, PreTrainedModel) or configs is None:
+        return model
+    if any(config.is_prompt_learning for config in configs.values()):
+        raise ModelError(
+            f"a {type(model).__name__} that puts tokens of its own before a sequence (prompt or prefix tuning)",
+            allowed="adapters inside the layers, such as LoRA",
+            remedy="use another PEFT method, or train this model without basp",
+        )
+    return model.get_base_model()
 
 
 def _check_dropout(model: PreTrainedModel) -> None:
@@ -89,7 +107,7 @@ def _check_chunks(model: PreTrainedModel) -> None:
         )
 
 
-def _forward(model: PreTrainedModel, probe: Probe, positions: tuple[int, ...] = (0, 1)) -> Tensor:
+def _forward(model: nn.Module, probe: Probe, positions: tuple[int, ...] = (0, 1)) -> Tensor:
     device = next(model.parameters()).device
     ids = torch.zeros(1, len(positions), dtype=torch.int64, device=device)
     at = torch.tensor([positions], device=device)
@@ -97,7 +115,7 @@ def _forward(model: PreTrainedModel, probe: Probe, positions: tuple[int, ...] = 
 
 
 @contextmanager
-def _mode(model: PreTrainedModel, *, training: bool) -> Iterator[None]:
+def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Every module in that mode; each its own mode, and the random state, as before afterwards."""
     modes = {module: module.training for module in model.modules()}
     devices = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
@@ -111,11 +129,14 @@ def _mode(model: PreTrainedModel, *, training: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _run_probe(model: PreTrainedModel, kernel: ChosenKernel) -> Probe:
+def _run_probe(model: nn.Module, kernel: ChosenKernel) -> Probe:
     probe = Probe(kernel)
     try:
         with _mode(model, training=True):  # a layer asks for dropout only then
+            before = _random_states(model)
             _forward(model, probe)
+            if not all(map(torch.equal, before, _random_states(model))):
+                raise _drawn(model)
     except NoStepError as error:
         raise ModelError(
             f"{type(model).__name__} does not pass keyword arguments of its forward on to attention",
@@ -133,7 +154,29 @@ def _run_probe(model: PreTrainedModel, kernel: ChosenKernel) -> Probe:
     return probe
 
 
-def _check_mixing(model: PreTrainedModel, kernel: ChosenKernel) -> None:
+def _random_states(model: nn.Module) -> list[Tensor]:
+    devices = {parameter.device for parameter in model.parameters()}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda")]
+
+
+def _drawn(model: nn.Module) -> ModelError:
+    """Residual, embedding or adapter dropout, or a router's jitter: what else draws random numbers in training."""
+    drops = [f"{name} drops {m.p}" for name, m in model.named_modules() if isinstance(m, _DropoutNd) and m.p > 0]
+    jitters = [
+        f"{name} has {key} {value}"
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if "jitter" in key and isinstance(value, float) and value > 0
+    ]
+    which = [*drops, *jitters] or [f"{type(model).__name__} draws random numbers in a forward"]
+    return ModelError(
+        which[0],
+        allowed="0: ranks would draw other random numbers than one process",
+        remedy="set every dropout and jitter in the model's config (and its adapters') to 0",
+    )
+
+
+def _check_mixing(model: nn.Module, kernel: ChosenKernel) -> None:
     """The probe's attention returns zeros: a token whose logits still depend on another's embedding mixes elsewhere.
 
     A derivative that is not exactly 0 shows it, whatever the sizes of the numbers.
@@ -146,7 +189,7 @@ def _check_mixing(model: PreTrainedModel, kernel: ChosenKernel) -> None:
         embedded.append(torch.randn_like(out).requires_grad_())  # a padding token's own embedding may be 0
         return embedded[-1].clone()  # a model may scale it in place
 
-    hook = model.get_input_embeddings().register_forward_hook(keep)
+    hook = _unwrap(model).get_input_embeddings().register_forward_hook(keep)
     try:
         with torch.enable_grad(), _mode(model, training=False):
             logits = _forward(model, Probe(kernel))
@@ -180,14 +223,17 @@ def _check_layers(model: PreTrainedModel, probe: Probe) -> None:
 
 
 @torch.no_grad()
-def _check_slices(model: PreTrainedModel, kernel: ChosenKernel) -> None:
+def _check_slices(model: nn.Module, kernel: ChosenKernel) -> None:
     """A token brings the same queries, keys and values to attention whichever other tokens are on its rank.
 
     Two tokens far apart run together, then each alone. Position 0 would not do: a rotation by it is the identity.
     """
     if next(model.parameters()).device.type == "meta":
         return
-    positions = (1, max(2, (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 3) - 1))
+    positions = (
+        1,
+        max(2, (getattr(_unwrap(model).config.get_text_config(), "max_position_embeddings", None) or 3) - 1),
+    )
     drawn: list[Tensor] = []
     shown = slice(0, 2)
 
@@ -201,7 +247,7 @@ def _check_slices(model: PreTrainedModel, kernel: ChosenKernel) -> None:
         _forward(model, probe, at)
         return probe.seen
 
-    hook = model.get_input_embeddings().register_forward_hook(draw)
+    hook = _unwrap(model).get_input_embeddings().register_forward_hook(draw)
     try:
         with _mode(model, training=False):
             together = seen_by(*positions)
@@ -228,7 +274,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 def _check_rope(model: PreTrainedModel) -> None:
     """Rope whose angles depend on the length of what is on the rank, once that passes max_position_embeddings."""
-    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    parameters = getattr(_unwrap(model).config.get_text_config(), "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     if any(kind.get("rope_type") == "dynamic" for kind in kinds):
         raise ModelError(

@@ -1,11 +1,12 @@
-"""Batches of ordinary collators as what they are: a list of sequences. Padding is dropped, packed rows are cut apart.
+"""What users hand over as a batch, as what it is: token ids and shifted targets of each sequence.
 
-Shape letters: B rows, T columns. No torch here; tensors are read through numpy.
+Lists of sequences are checked; what a collator made, padded or packed, is taken apart into them. Shape letters: B rows,
+T columns. No torch here: tensors are read through numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,15 @@ from numpy.typing import NDArray
 
 from basp.errors import BatchError
 from basp.plans import Ints
+
+Sequences = Sequence[Any]
+"""Token ids of each sequence, 1-D: lists, numpy arrays or tensors."""
+
+Batch = Sequences | Mapping[str, Any]
+"""Sequences, or what a collator makes of them: ``split_batch`` says what it may hold."""
+
+IGNORED = -100
+"""Label of a token that has no loss, as in transformers and torch."""
 
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "cu_seq_lens_q")
 _DERIVED = ("cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -59,8 +69,12 @@ def split_batch(batch: Mapping[str, Any]) -> tuple[list[Ints], list[Ints] | None
     return sequences, None if labels is None else own_labels
 
 
+def _array(value: Any) -> NDArray[Any]:
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
 def _rows(value: Any, name: str) -> NDArray[Any]:
-    array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    array = _array(value)
     array = array[None] if array.ndim == 1 else array
     if array.ndim != 2 or array.dtype.kind not in "iub":
         raise BatchError(
@@ -125,3 +139,101 @@ def _starts(batch: Mapping[str, Any], ids: NDArray[Any]) -> NDArray[np.bool_]:
             )
         starts |= begins
     return starts
+
+
+def read_batches(
+    micro_batches: Sequence[Batch], labels: Sequence[Sequences] | None
+) -> tuple[list[list[Ints]], list[list[Ints]]]:
+    """Token ids and shifted targets of each sequence of each micro-batch.
+
+    Args:
+        micro_batches: each a list of sequences, or a mapping as ``split_batch`` takes it.
+        labels: for each micro-batch each sequence's labels, aligned; the token ids by default.
+
+    Raises:
+        BatchError: no micro-batch, an empty one, an empty sequence, labels that do not fit, ids below 0.
+    """
+    _check_list(micro_batches, "micro-batches")
+    if len(micro_batches) == 0:
+        raise BatchError("a step of 0 micro-batches", allowed="1 or more", remedy="skip the step on every rank")
+    if labels is not None and len(labels) != len(micro_batches):
+        raise BatchError(
+            f"labels of {len(labels)} micro-batches for {len(micro_batches)}",
+            allowed="one entry for each micro-batch",
+            remedy="pass labels=None to train on the token ids themselves",
+        )
+    ids: list[list[Ints]] = []
+    targets: list[list[Ints]] = []
+    for number, batch in enumerate(micro_batches):
+        where = f"micro-batch {number}, " if len(micro_batches) > 1 else ""
+        own_labels = None if labels is None else labels[number]
+        if isinstance(batch, Mapping):
+            batch, own_labels = _split(batch, own_labels)
+        _check_list(batch, f"{where}a batch")
+        if len(batch) == 0:
+            raise BatchError(f"{where}0 sequences", allowed="1 or more", remedy="skip empty batches on every rank")
+        ids.append([_ids(sequence, f"{where}sequence {i}") for i, sequence in enumerate(batch)])
+        targets.append(_targets(ids[-1], own_labels, where))
+    return ids, targets
+
+
+def _split(batch: Mapping[str, Any], labels: Sequences | None) -> tuple[Any, Any]:
+    if labels is not None:
+        raise BatchError(
+            "labels beside a collated batch", allowed="labels within the batch", remedy='put them under "labels"'
+        )
+    return split_batch(batch)
+
+
+def _check_list(value: Any, what: str) -> None:
+    if isinstance(value, str | bytes) or not hasattr(value, "__len__") or getattr(value, "shape", None) == ():
+        raise BatchError(
+            f"{what} of type {type(value).__name__}",
+            allowed="a list of sequences of token ids (shard_steps: a list of such lists)",
+            remedy="pass sp.shard([ids, ids, ...])",
+        )
+
+
+def _ids(sequence: Any, where: str, *, lowest: tuple[int, ...] = ()) -> Ints:
+    try:
+        array = _array(sequence)
+    except (ValueError, TypeError):  # a ragged list
+        array = np.empty((0,), dtype=object)
+    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+        raise BatchError(
+            f"{where} of shape {array.shape} and type {array.dtype}",
+            allowed="a 1-D list, array or tensor of at least 1 integer",
+            remedy="pass a list of sequences without padding, one entry for each; drop empty documents",
+        )
+    array = array.astype(np.int64)
+    bad = np.flatnonzero((array < 0) & ~np.isin(array, lowest))
+    if bad.size:
+        raise BatchError(
+            f"{where} has {array[bad[0]]} at position {bad[0]}",
+            allowed=f"integers from 0{' or ' + str(lowest[0]) if lowest else ''}",
+            remedy="check the tokenizer's output" if not lowest else "mark tokens without a loss by -100",
+        )
+    return array
+
+
+def _targets(ids: list[Ints], labels: Sequences | None, where: str) -> list[Ints]:
+    """Labels shifted within each sequence, before anything is cut: no label is lost at a shard's border."""
+    if labels is not None and len(labels) != len(ids):
+        raise BatchError(
+            f"{where}labels of {len(labels)} sequences for {len(ids)}",
+            allowed="labels for each sequence",
+            remedy="pass labels=None to train on the token ids themselves",
+        )
+    targets: list[Ints] = []
+    for number, sequence in enumerate(ids):
+        own = sequence
+        if labels is not None:
+            own = _ids(labels[number], f"{where}labels of sequence {number}", lowest=(IGNORED,))
+        if len(own) != len(sequence):
+            raise BatchError(
+                f"{where}sequence {number} has {len(sequence)} tokens and {len(own)} labels",
+                allowed="as many labels as tokens, aligned and not shifted",
+                remedy="pass labels as transformers takes them: basp shifts them",
+            )
+        targets.append(np.append(own[1:], IGNORED))
+    return targets

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORED = -100
-"""Label of a token that has no loss, as in transformers and torch."""
+from basp.batches import IGNORED
 
 
 def sum_token_losses(logits: Tensor, targets: Tensor) -> Tensor:

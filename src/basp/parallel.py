@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,24 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from basp.agreement import agree, cpu_group, digest_batches
 from basp.attention import Context, find_kernel
-from basp.batches import split_batch
+from basp.batches import IGNORED, Batch, Sequences, read_batches
 from basp.collectives import ByteCounter
 from basp.errors import BatchError, ConfigError, DisagreementError, ModelError
-from basp.losses import IGNORED, share_of_mean, share_of_router_loss, sum_token_losses
+from basp.losses import share_of_mean, share_of_router_loss, sum_token_losses
 from basp.plans import Ints, Plan
 from basp.strategies import STRATEGIES, Strategy, find_strategy
-
-Sequences = Sequence[ArrayLike | Tensor]
-"""Token ids of each sequence, 1-D: lists, numpy arrays or tensors."""
-
-Batch = Sequences | Mapping[str, Any]
-"""Sequences, or what a collator makes of them: ``basp.batches.split_batch`` says what it may hold."""
 
 AVERAGED_DIMS = ("dp_replicate", "dp_shard", "sp")
 """Mesh dimensions that gradients are averaged over; never "tp"."""
@@ -151,7 +144,7 @@ class SequenceParallel:
         targets: list[list[Ints]] = []
         contexts: list[Context] = []
         try:
-            ids, targets = _read(micro_batches, labels)
+            ids, targets = read_batches(micro_batches, labels)
             contexts = [self._context(batch) for batch in ids]
         except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
             refusal = error
@@ -348,93 +341,3 @@ def _device(where: dist.ProcessGroup | DeviceMesh | None) -> torch.device:
         return torch.get_default_device()
     cuda = where.device_type == "cuda" if isinstance(where, DeviceMesh) else "nccl" in dist.get_backend_config(where)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-def _read(
-    micro_batches: Sequence[Batch], labels: Sequence[Sequences] | None
-) -> tuple[list[list[Ints]], list[list[Ints]]]:
-    """Token ids and shifted targets of each sequence of each micro-batch, or a refusal."""
-    _check_list(micro_batches, "micro-batches")
-    if len(micro_batches) == 0:
-        raise BatchError("a step of 0 micro-batches", allowed="1 or more", remedy="skip the step on every rank")
-    if labels is not None and len(labels) != len(micro_batches):
-        raise BatchError(
-            f"labels of {len(labels)} micro-batches for {len(micro_batches)}",
-            allowed="one entry for each micro-batch",
-            remedy="pass labels=None to train on the token ids themselves",
-        )
-    ids: list[list[Ints]] = []
-    targets: list[list[Ints]] = []
-    for number, batch in enumerate(micro_batches):
-        where = f"micro-batch {number}, " if len(micro_batches) > 1 else ""
-        own_labels = None if labels is None else labels[number]
-        if isinstance(batch, Mapping):
-            batch, own_labels = _split(batch, own_labels)
-        _check_list(batch, f"{where}a batch")
-        if len(batch) == 0:
-            raise BatchError(f"{where}0 sequences", allowed="1 or more", remedy="skip empty batches on every rank")
-        ids.append([_ids(sequence, f"{where}sequence {i}") for i, sequence in enumerate(batch)])
-        targets.append(_targets(ids[-1], own_labels, where))
-    return ids, targets
-
-
-def _split(batch: Mapping[str, Any], labels: Sequences | None) -> tuple[Any, Any]:
-    if labels is not None:
-        raise BatchError(
-            "labels beside a collated batch", allowed="labels within the batch", remedy='put them under "labels"'
-        )
-    return split_batch(batch)
-
-
-def _check_list(value: Any, what: str) -> None:
-    if isinstance(value, str | bytes) or not hasattr(value, "__len__") or getattr(value, "shape", None) == ():
-        raise BatchError(
-            f"{what} of type {type(value).__name__}",
-            allowed="a list of sequences of token ids (shard_steps: a list of such lists)",
-            remedy="pass sp.shard([ids, ids, ...])",
-        )
-
-
-def _ids(sequence: ArrayLike | Tensor, where: str, *, lowest: tuple[int, ...] = ()) -> Ints:
-    try:
-        array = sequence.detach().cpu().numpy() if isinstance(sequence, Tensor) else np.asarray(sequence)
-    except (ValueError, TypeError):  # a ragged list
-        array = np.empty((0,), dtype=object)
-    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
-        raise BatchError(
-            f"{where} of shape {array.shape} and type {array.dtype}",
-            allowed="a 1-D list, array or tensor of at least 1 integer",
-            remedy="pass a list of sequences without padding, one entry for each; drop empty documents",
-        )
-    array = array.astype(np.int64)
-    bad = np.flatnonzero((array < 0) & ~np.isin(array, lowest))
-    if bad.size:
-        raise BatchError(
-            f"{where} has {array[bad[0]]} at position {bad[0]}",
-            allowed=f"integers from 0{' or ' + str(lowest[0]) if lowest else ''}",
-            remedy="check the tokenizer's output" if not lowest else "mark tokens without a loss by -100",
-        )
-    return array
-
-
-def _targets(ids: list[Ints], labels: Sequences | None, where: str) -> list[Ints]:
-    """Labels shifted within each sequence, before anything is cut: no label is lost at a shard's border."""
-    if labels is not None and len(labels) != len(ids):
-        raise BatchError(
-            f"{where}labels of {len(labels)} sequences for {len(ids)}",
-            allowed="labels for each sequence",
-            remedy="pass labels=None to train on the token ids themselves",
-        )
-    targets: list[Ints] = []
-    for number, sequence in enumerate(ids):
-        own = sequence
-        if labels is not None:
-            own = _ids(labels[number], f"{where}labels of sequence {number}", lowest=(IGNORED,))
-        if len(own) != len(sequence):
-            raise BatchError(
-                f"{where}sequence {number} has {len(sequence)} tokens and {len(own)} labels",
-                allowed="as many labels as tokens, aligned and not shifted",
-                remedy="pass labels as transformers takes them: basp shifts them",
-            )
-        targets.append(np.append(own[1:], IGNORED))
-    return targets

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from basp.attention import find_kernel
+from basp.batches import IGNORED
 from basp.checks.compare import Traces, compare
 from basp.checks.parallel_run import Job, casts, run_parallel
 from basp.checks.reference import run_reference
@@ -22,7 +23,6 @@ from basp.checks.subject import SEED, Subject, build, find_subject
 from basp.checks.trace import Trace
 from basp.errors import ConfigError
 from basp.hf import prepare
-from basp.losses import IGNORED
 from basp.parallel import SequenceParallel
 from basp.strategies import STRATEGIES
 from basp.train.settings import check_name

@@ -61,8 +61,8 @@ FAULTS = (
     Fault(
         "the loss's gradient scaled by N",
         "losses.py",
-        "ctx.scale = ranks / valid_tokens",
-        "ctx.scale = ranks * ranks / valid_tokens",
+        "ctx.scale = ranks / divisor",
+        "ctx.scale = ranks * ranks / divisor",
         "tests/parity/test_loss.py::test_the_worked_example_of_the_docstring",
     ),
     Fault(
@@ -88,9 +88,9 @@ FAULTS = (
     ),
     Fault(
         "no causal mask",
-        "attention/attend.py",
-        "causal=context.causal,",
-        "causal=False,",
+        "attention/kernels.py",
+        "is_causal=spec.causal and whole,",
+        "is_causal=False,",
         "tests/parity/test_attend.py::test_kf20_kf21_any_length_on_any_number_of_ranks",
     ),
     Fault(

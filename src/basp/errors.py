@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class BaspError(Exception):
     """Base of everything that basp refuses.
@@ -21,6 +24,15 @@ class BaspError(Exception):
 
     def __reduce__(self):  # keyword-only arguments do not survive the default pickling between processes
         return _rebuild, (type(self), self.arrived, self.allowed, self.remedy)
+
+
+def check_named(kind: str, name: str, names: Iterable[str], error: type[BaspError]) -> None:
+    """Refuse ``name`` as an ``error``, with the nearest of ``names``, unless it is one of them."""
+    known = list(names)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "choose one of these"
+        raise error(f"{kind} {name!r}", allowed=", ".join(map(repr, known)), remedy=hint)
 
 
 def _rebuild(kind: type[BaspError], arrived: str, allowed: str, remedy: str) -> BaspError:

@@ -20,7 +20,7 @@ NUMPY_ONLY = ["basp", "basp.errors", "basp.plans", "basp.strategies", "basp.exch
 
 LAYERS = [
     {"errors"},
-    {"files"},
+    {"files", "processes"},
     {"plans"},
     {"batches", "strategies"},
     {"exchange"},

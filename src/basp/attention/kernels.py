@@ -8,7 +8,6 @@ reads kv head h // (H // K). Query i stands at position ``Tk - Tq + i`` of its s
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from basp.attention.spec import AttentionSpec
-from basp.errors import ModelError
+from basp.errors import ModelError, check_named
 
 
 class Kernel(Protocol):
@@ -146,11 +145,7 @@ def find_kernel(name: str) -> ChosenKernel:
     Raises:
         ModelError: there is none; names the nearest.
     """
-    names = ["auto", *KERNELS]
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "choose one of these"
-        raise ModelError(f"kernel {name!r}", allowed=", ".join(map(repr, names)), remedy=hint)
+    check_named("kernel", name, ["auto", *KERNELS], ModelError)
     return ChosenKernel(tuple(KERNELS) if name == "auto" else (name,))
 
 

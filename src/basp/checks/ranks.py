@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
-import os
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from basp.errors import BaspError, TrainingError
+from basp.processes import end_with_parent, threads_for
 
 _PRELOADED = ["torch", "torch._dynamo", "transformers", "basp.hf"]
 
@@ -95,8 +94,8 @@ def _rank(
     rank: int, ranks: int, store: Path, timeout: float, told: Any, function: Callable[..., None], args: Any
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends the ranks
-    _end_with_parent()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    end_with_parent()
+    torch.set_num_threads(threads_for(ranks))
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
@@ -110,14 +109,3 @@ def _rank(
     except Exception:
         told.put((rank, traceback.format_exc()))
         raise SystemExit(1) from None
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()

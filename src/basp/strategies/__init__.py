@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Protocol
 
-from basp.errors import PlanError
+from basp.errors import PlanError, check_named
 from basp.plans import Plan, check_sizes
 from basp.strategies.basp import basp
 from basp.strategies.ulysses import ulysses
@@ -37,10 +36,7 @@ def find_strategy(name: str) -> Strategy:
     Raises:
         PlanError: there is none; names the nearest.
     """
-    if name not in STRATEGIES:
-        near = difflib.get_close_matches(name, STRATEGIES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "choose one of these"
-        raise PlanError(f"strategy {name!r}", allowed=", ".join(map(repr, STRATEGIES)), remedy=hint)
+    check_named("strategy", name, STRATEGIES, PlanError)
     return STRATEGIES[name]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from transformers.utils import logging as transformers_logging
 
 from basp.errors import BaspError, ConfigError, TrainingError
+from basp.processes import end_with_parent, threads_for
 from basp.train.config import ParallelConfig, TrainConfig
 from basp.train.loop import Place, train_rank
 from basp.train.run_dir import RunDir, claim_run_dir
@@ -130,10 +130,10 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 def _local_rank(rank: int, config: TrainConfig, claimed: RunDir, store: str, failures: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends the ranks
-    _end_with_parent()
+    end_with_parent()
     device = _device(config.parallel, rank)
     if device.type == "cpu":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.parallel.ranks))
+        torch.set_num_threads(threads_for(config.parallel.ranks))
     try:
         _join_and_train(config, Place(rank, config.parallel.ranks, rank, 0, device), claimed, store)
     except BaspError as error:
@@ -199,19 +199,6 @@ def _first_failure(failure: ProcessException, reported: Any, processes: list[Any
         allowed="ranks that run until the end",
         remedy="this is a fault in basp or in what it calls: report it with the traceback above",
     )
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, however that ended: no rank outlives its run."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
 
 
 def _backend(parallel: ParallelConfig) -> str:

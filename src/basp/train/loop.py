@@ -202,6 +202,7 @@ class Trainer:
     def save(self, run: RunDir) -> None:
         """Write the final model and the report. Collective; rank 0 writes, and the others do not wait for it."""
         state = whole_state(self.model, DTYPES[self.config.model.dtype])
+        dist.barrier()  # a rank that leaves while another still receives from it may cut that one off
         if self.place.rank == 0:
             save_model(run.model, self.model, state, self.tokenizer)
             assert self.first is not None

@@ -37,13 +37,17 @@ _GRACE_SECONDS = 1
 def run(config: TrainConfig) -> int:
     """Train as ``config`` says; returns 0.
 
-    Under torchrun (its RANK is set) this process is one rank; else it starts ``config.parallel.ranks`` of them here.
+    Under torchrun (its RANK is set) this process is one rank, and ends here; else it starts ``config.parallel.ranks`` of them here.
 
     Raises:
         BaspError: what the first failing rank raised; then every rank has ended and nothing is half-written.
     """
     if "RANK" in os.environ:
         _run_under_torchrun(config)
+        # As processes of our own do: torch's threads may still run, and the interpreter's teardown would abort on them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     else:
         _check_backend(config.parallel, config.parallel.ranks)
         claimed = _claim(config)

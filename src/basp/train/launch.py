@@ -37,7 +37,8 @@ _GRACE_SECONDS = 1
 def run(config: TrainConfig) -> int:
     """Train as ``config`` says; returns 0.
 
-    Under torchrun (its RANK is set) this process is one rank, and ends here; else it starts ``config.parallel.ranks`` of them here.
+    Under torchrun (its RANK is set) this process is one rank, and ends here; else it starts
+    ``config.parallel.ranks`` of them.
 
     Raises:
         BaspError: what the first failing rank raised; then every rank has ended and nothing is half-written.

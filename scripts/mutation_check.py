@@ -88,7 +88,7 @@ FAULTS = (
     ),
     Fault(
         "no causal mask",
-        "attention/kernels.py",
+        "attention/kernels/sdpa.py",
         "is_causal=spec.causal and whole,",
         "is_causal=False,",
         "tests/parity/test_attend.py::test_kf20_kf21_any_length_on_any_number_of_ranks",
@@ -109,9 +109,9 @@ FAULTS = (
     ),
     Fault(
         "a window one token too wide",
-        "attention/kernels.py",
-        "seen &= distance < spec.window",
-        "seen &= distance <= spec.window",
+        "attention/kernels/masks.py",
+        "allowed &= distance < spec.window",
+        "allowed &= distance <= spec.window",
         "tests/unit/test_kernels.py::test_equals_plain_loops",
     ),
     Fault(

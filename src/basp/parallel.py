@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,7 +73,8 @@ class SequenceParallel:
             a dimension "sp" (gradients are then averaged over its dp_replicate, dp_shard and sp; each data-parallel
             group has its own batches), or None for a single process.
         strategy: "basp", "ulysses", or a function as ``basp.strategies.Strategy`` describes.
-        kernel: "auto", "sdpa" or "eager".
+        kernel: "auto", which takes for each call the best that can do it, or one of ``basp.attention.KERNELS`` by name.
+            What was chosen is printed once, by rank 0.
         check_agreement: compare the batch over the ranks on each ``shard``. Without it, ranks that were given
             different batches hang or train on nonsense.
         device: where the model is; by default the mesh's, the current CUDA device for an NCCL group, the CPU for gloo,
@@ -85,7 +88,7 @@ class SequenceParallel:
 
     Raises:
         ConfigError: a mesh without "sp".
-        PlanError, ModelError: an unknown strategy or kernel.
+        PlanError, ModelError: an unknown strategy or kernel, or a kernel that this machine cannot run.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class SequenceParallel:
         self.kernel = find_kernel(kernel)
         self.ranks = 1 if self.group is None else dist.get_world_size(self.group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self._announced = False
         self.counter = ByteCounter(self.ranks)
         self.device = torch.device(device) if device is not None else _device(group_or_mesh)
         compared = self.group is not None and check_agreement
@@ -177,12 +181,23 @@ class SequenceParallel:
                 allowed="a model that basp.prepare(model, sp) returned",
                 remedy="call basp.prepare before training, and do not change the attention implementation after it",
             )
+        self._announce_kernel()
         return self.loss_of_logits(outputs.logits, step) + self._router_loss(model, outputs, step)
 
     def loss_of_logits(self, logits: Tensor, step: Step) -> Tensor:
         """``loss`` for logits [1, T, V] that were computed from ``step.inputs`` already."""
         local_sum = sum_token_losses(logits, step.targets)
         return share_of_mean(local_sum, valid_tokens=step.valid_tokens, groups=self.average_groups)
+
+    def _announce_kernel(self) -> None:
+        if self._announced or (dist.is_initialized() and dist.get_rank() != 0):
+            return
+        self._announced = True
+        logger, message = logging.getLogger("basp"), f"attention kernel: {self.kernel}"
+        if logger.hasHandlers():
+            logger.info(message)
+        else:  # a program that has not set up logging should see it all the same
+            print(f"basp: {message}", file=sys.stderr)
 
     def _router_loss(self, model: Any, outputs: Any, step: Step) -> Tensor | float:
         """A mixture of experts' auxiliary loss, where the model's config turns it on (output_router_logits)."""

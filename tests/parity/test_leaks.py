@@ -31,24 +31,27 @@ def leaks(rank: int, world: int, name: str, kernel: str) -> list[str]:
     """Where a document's change is seen in another's logits, or not in its own."""
     found: list[str] = []
     for strategy in ("basp", "ulysses"):
-        sp = basp.SequenceParallel(dist.group.WORLD, strategy=strategy, kernel=kernel)
-        model = build(name)
+        model = build(name, kernel)
+        sp = basp.SequenceParallel(dist.group.WORLD, strategy=strategy, kernel=kernel, device=model.device)
         basp.prepare(model, sp)
-        for lengths in BATCHES:
+        for lengths in BATCHES[:1] if kernel == "flex" else BATCHES:  # flex takes half a second for each new shape
             batch = random_batch(lengths)
             before, owner = logits_of(model, sp, batch)
             for changed in range(len(lengths)):
                 other = [(ids + 1) % VOCABULARY if i == changed else ids for i, ids in enumerate(batch)]
-                moved = (logits_of(model, sp, other)[0] != before).any(-1).numpy()
+                moved = (logits_of(model, sp, other)[0] != before).any(-1).cpu().numpy()
                 wrong = moved != (owner == changed)
                 if wrong[owner >= 0].any():
                     found.append(f"{strategy} {lengths}: document {changed}, seen by {moved}, owners {owner}")
     return found
 
 
-def build(name: str) -> Any:
+def build(name: str, kernel: str) -> Any:
+    """Without gradients, which flex has on a GPU only; in half precision on a GPU for kernels that run nowhere else."""
     family, more = MODELS[name]
-    return tiny_model(family, dtype=torch.float32, **more)
+    model = tiny_model(family, dtype=torch.float32, **more).requires_grad_(False)
+    types = KERNELS[kernel].abilities.types
+    return model if types is None or "cpu" in types else model.to("cuda", torch.bfloat16)
 
 
 @torch.no_grad()
@@ -65,8 +68,15 @@ def logits_of(model: Any, sp: basp.SequenceParallel, batch: list[np.ndarray]) ->
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_kf12_changing_a_document_leaves_every_bit_of_the_others_logits(name: str, kernel: str, ranks: int) -> None:
+    if reason := KERNELS[kernel].missing():
+        pytest.skip(reason)
+    if ranks == 3 and kernel == "flex":
+        pytest.skip("two ranks show it, and each shape takes flex half a second")
+    model = build(name, kernel)
+    if ranks > 1 and model.device.type == "cuda":
+        pytest.skip("ranks over gloo exchange tensors of the CPU")
     try:
-        basp.prepare(build(name), basp.SequenceParallel(kernel=kernel))
+        basp.prepare(model, basp.SequenceParallel(kernel=kernel, device=model.device))
     except ModelError as error:
         assert kernel != "eager"  # which can do everything
         pytest.skip(str(error))

@@ -30,12 +30,12 @@ class AttentionSpec:
         """The same for query heads ``start:stop`` only."""
         return self if self.sinks is None else replace(self, sinks=self.sinks[start:stop])
 
-    def wishes(self) -> list[str]:
-        """What goes beyond plain causal attention, in words."""
+    def wishes(self) -> dict[str, str]:
+        """What goes beyond plain causal attention: the ability that a kernel needs for it, and the wish in words."""
         said = {
-            f"a sliding window of {self.window}": self.window is not None,
-            f"a soft cap of {self.softcap} on scores": self.softcap is not None,
-            "attention sinks": self.sinks is not None,
-            "non-causal attention": not self.causal,
+            "window": (self.window is not None, f"a sliding window of {self.window}"),
+            "softcap": (self.softcap is not None, f"a soft cap of {self.softcap} on scores"),
+            "sinks": (self.sinks is not None, "attention sinks"),
+            "non_causal": (not self.causal, "non-causal attention"),
         }
-        return [wish for wish, wanted in said.items() if wanted]
+        return {ability: wish for ability, (wanted, wish) in said.items() if wanted}

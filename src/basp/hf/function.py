@@ -26,10 +26,15 @@ class NoStepError(ModelError):
 
 
 class Probe:
-    """Stands where a context will be, and counts the attention calls of each module."""
+    """Stands where a context will be, and counts the attention calls of each module.
 
-    def __init__(self, kernel: ChosenKernel) -> None:
-        self.kernel = kernel
+    Args:
+        kernel: has to be able to do what the layers ask for.
+        backward: whether it has to be able to do the backward of it too.
+    """
+
+    def __init__(self, kernel: ChosenKernel, *, backward: bool = False) -> None:
+        self.kernel, self.backward = kernel, backward
         self.calls: Counter[int] = Counter()
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -38,7 +43,7 @@ class Probe:
         self.calls[id(module)] += 1
         self.seen.append((qkv[0], qkv[1], qkv[2]))
         try:
-            self.kernel.pick(spec)
+            self.kernel.pick(qkv[0], qkv[2], spec, backward=self.backward)
         except ModelError as error:
             raise ModelError(
                 f"{describe(module)} asks for {error.arrived}", allowed=error.allowed, remedy=error.remedy

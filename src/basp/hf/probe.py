@@ -130,7 +130,7 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def _run_probe(model: nn.Module, kernel: ChosenKernel) -> Probe:
-    probe = Probe(kernel)
+    probe = Probe(kernel, backward=any(parameter.requires_grad for parameter in model.parameters()))
     try:
         with _mode(model, training=True):  # a layer asks for dropout only then
             before = _random_states(model)

@@ -267,7 +267,7 @@ class CheckOptions:
     strategy: str = "basp"
     """How the batch becomes a plan: "basp" or "ulysses"."""
     kernel: str = "auto"
-    """Attention kernel of the ranks: "auto", or one by name."""
+    """Attention kernel of the ranks: "auto", or "sdpa", "flex", "eager", "flash2", "flash3", "flash4"."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """float64 removes the model's casts to float32 in both runs; the others run as shipped."""
     full: bool = False

@@ -66,6 +66,14 @@ def test_jsonl_with_gradient_checkpointing_trains_alike(plain: Plain) -> None:
         assert mine == others * 3 / 2
 
 
+def test_another_kernel_trains_alike_and_is_named_once(plain: Plain, capfd: pytest.CaptureFixture[str]) -> None:
+    run = plain.trained("eager", model__kernel="eager")
+    said = capfd.readouterr().err
+    assert "basp: attention kernel: eager for causal attention\n" in said
+    assert said.count("attention kernel") == 1
+    assert run.column("loss") == pytest.approx(plain.run.column("loss"), rel=1e-8)
+
+
 def test_parquet_in_float32(plain: Plain) -> None:
     run = plain.trained("parquet", source=plain.parquet, model__dtype="float32", model__path=plain.checkpoint)
     assert_close(run, plain.continued, rel=1e-5)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 import basp
-from basp.attention import AttentionSpec, find_kernel
+from basp.attention import KERNELS, AttentionSpec, find_kernel
 from basp.errors import ModelError
+from basp.train.config import ModelConfig
 from tests.support.models import random_batch, tiny_model
 
 Q = torch.zeros(1, 2, 5, 8)
@@ -74,3 +76,7 @@ def test_or_printed_where_logging_is_not_set_up(capsys: pytest.CaptureFixture, m
     sp = train("llama")
     assert capsys.readouterr().err == "basp: attention kernel: sdpa for causal attention\n"
     assert str(sp.kernel) == "sdpa for causal attention"
+
+
+def test_a_run_may_name_any_of_them() -> None:
+    assert set(get_args(get_type_hints(ModelConfig)["kernel"])) == {"auto", *KERNELS}

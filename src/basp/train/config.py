@@ -57,6 +57,8 @@ class ModelConfig:
     """Computation dtype. Under bfloat16 with sharding = "fsdp" the weights and the optimizer stay in float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    kernel: Literal["auto", "flash3", "flash4", "flash2", "sdpa", "flex", "eager"] = "auto"
+    """Attention kernel: auto takes for each call the best that can do it; what it takes is printed."""
     compile: bool = False
     """torch.compile the decoder layers (one graph break per layer, at attention)."""
 

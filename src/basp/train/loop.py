@@ -148,7 +148,10 @@ class Trainer:
         self.steps = optim.steps if optim.steps is not None else self.batches.steps_for(optim.epochs or 1.0)
         mesh = init_device_mesh(place.device.type, (place.world,), mesh_dim_names=("sp",))
         self.sp = SequenceParallel(
-            mesh, strategy=config.parallel.strategy, timeout=timedelta(seconds=config.parallel.timeout)
+            mesh,
+            strategy=config.parallel.strategy,
+            kernel=config.model.kernel,
+            timeout=timedelta(seconds=config.parallel.timeout),
         )
         self.first: tuple[tuple[int, ...], HeadShape] | None = None
         self.model = self._build_model(mesh)

@@ -28,6 +28,7 @@ seed = 3
 
 [model]
 dtype = "float64"
+kernel = "eager"
 
 [model.config]
 model_type = "llama"
@@ -190,6 +191,7 @@ def test_it_says_what_it_does_and_makes_no_noise(done: Done) -> None:
     lines = done.printed.splitlines()
     assert lines[0].startswith("LlamaForCausalLM of 32,096 parameters on 14 sequences")
     assert "8 steps on 4 ranks (basp, sharding fsdp, cpu)" in lines[0]
+    assert lines.pop(1) == "basp: attention kernel: eager for causal attention"
     told = [line for line in lines[1:] if "evaluation" not in line]
     assert [line.split("  ")[0] for line in told] == [f"step {step}/8" for step in range(1, STEPS + 1)]
     assert f"evaluation loss {done.evaluations[-1]['eval_loss']:.4f}" in lines[-1]

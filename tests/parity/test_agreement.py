@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,48 @@ def test_kf28_without_a_majority_no_rank_is_blamed(world: int, odd: list[int], s
         assert_everywhere(outcomes, word, *sides)
         for _, message, _ in outcomes:
             assert "than the rest" not in message
+
+
+WHOLE = [list(range(12)), list(range(12, 24)), list(range(24, 36))]
+
+
+def give_what_is_cut_already(rank: int, world: int) -> list[Outcome]:
+    """Slices of equally many tokens, as a loader that knows of sequence parallelism gives them, and ``shard``'s own."""
+    sp = SequenceParallel(dist.group.WORLD)
+    slices = [sequence[4 * rank : 4 * rank + 4] for sequence in WHOLE]
+    step = sp.shard(WHOLE)
+    cut = [slices, {"input_ids": slices}, step.input_ids, {"input_ids": step.input_ids}]
+    return [attempt(sp, [batch]) for batch in cut]
+
+
+def test_kf11_a_batch_that_is_cut_already_is_refused_everywhere() -> None:
+    for outcomes in zip(*run_ranks(3, give_what_is_cut_already), strict=True):
+        assert_everywhere(outcomes, "token ids")
+
+
+def give_each_its_own(rank: int, world: int) -> list[Outcome]:
+    """What a sampler that shares a data set out over all ranks gives: another document to each, or other numbers."""
+    sp = SequenceParallel(dist.group.WORLD)
+    outcomes = [attempt(sp, [batch]) for batch in ([WHOLE[rank]], WHOLE[rank:])]
+    assert attempt(sp, [WHOLE])[0] == "nothing"
+    return outcomes
+
+
+def test_kf33_ranks_that_are_each_given_their_own_documents_raise_everywhere() -> None:
+    own, fewer = zip(*run_ranks(3, give_each_its_own), strict=True)
+    assert_everywhere(own, "token ids")
+    assert_everywhere(fewer, "number of sequences")
+
+
+def give_all_the_same(rank: int, world: int) -> tuple[list[int], int]:
+    step = SequenceParallel(dist.group.WORLD).shard(WHOLE)
+    return step.input_ids[0].tolist(), step.valid_tokens
+
+
+def test_kf33_what_all_ranks_are_given_is_trained_on_once() -> None:
+    ids, valid = zip(*run_ranks(3, give_all_the_same), strict=True)
+    assert [*chain(*ids)] == [*chain(*WHOLE)]
+    assert set(valid) == {33}
 
 
 # -- strategies and plans --------------------------------------------------------------------------------------------

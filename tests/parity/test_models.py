@@ -12,11 +12,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import basp
 from basp.casts import keep_float64
 from tests.support import oracle
-from tests.support.models import FAMILIES, HEAD_SHAPES, mean_gradients, random_batch, tiny_model
+from tests.support.models import (
+    FAMILIES,
+    HEAD_SHAPES,
+    mean_gradients,
+    random_batch,
+    randomise,
+    tiny_config,
+    tiny_model,
+)
 from tests.support.ranks import run_ranks
 
 BATCHES = {1: (1,), 2: (1, 2), 3: (2,), 4: (1, 2, 3, 4, 8)}
@@ -249,6 +258,28 @@ def _two_models(rank: int, world: int) -> None:
 
 def test_kf24_two_models_with_other_head_counts_in_one_process():
     run_ranks(3, _two_models)
+
+
+def _layers_of_other_heads(rank: int, world: int) -> None:
+    """A model whose layers have 4/2, 6/3 and 2/1 heads."""
+    batch = random_batch((9, 1, 8))
+    sp = basp.SequenceParallel(dist.group.WORLD)
+    with keep_float64():
+        model = tiny_model("qwen3", heads=4, kv_heads=2, layers=3)
+        for layer, (heads, kv_heads) in ((1, (6, 3)), (2, (2, 1))):
+            config = tiny_config("qwen3", heads=heads, kv_heads=kv_heads, layers=3)
+            model.model.layers[layer].self_attn = Qwen3Attention(config, layer_idx=layer).double()
+            model.model.layers[layer].self_attn.config = model.config  # which says what attention to call
+        randomise(model, seed=2)
+        right_loss, right = oracle.run_model(model, [batch])
+        loss = sp.loss(basp.prepare(model, sp), sp.shard(batch))
+        loss.backward()
+        oracle.assert_close(loss, right_loss, "loss")
+        oracle.assert_same_grads(mean_gradients(model), right)
+
+
+def test_kf24_layers_with_other_head_counts_in_one_model():
+    run_ranks(3, _layers_of_other_heads)
 
 
 def _evaluate(rank: int, world: int) -> None:

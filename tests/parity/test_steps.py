@@ -82,7 +82,7 @@ def assert_same_states(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_kf06_strategies_and_one_process_train_alike(optimizer):
+def test_kf01_kf06_strategies_and_one_process_train_alike(optimizer):
     runs = {strategy: run_ranks(3, _train, strategy, optimizer, timeout=100) for strategy in ("basp", "ulysses")}
     for ranks in runs.values():
         assert all(losses == ranks[0][0] for losses, _ in ranks)

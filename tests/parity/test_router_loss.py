@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import basp
 from basp.casts import keep_float64
 from basp.errors import ModelError
 from tests.support import oracle
-from tests.support.models import mean_gradients, random_batch, tiny_model
+from tests.support.models import mean_gradients, random_batch, randomise, tiny_model
 from tests.support.ranks import run_ranks
 
 FAMILIES = ("mixtral", "qwen3-moe", "gpt-oss")
@@ -108,6 +112,43 @@ def test_kf04_kf06_each_data_parallel_group_has_the_router_loss_of_its_own_micro
     family: str, names: tuple[str, str]
 ) -> None:
     run_ranks(4, hold_on_mesh, family, names)
+
+
+def lora(model: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT's own about transformers' deprecations
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])).double()
+    randomise(wrapped, seed=1)
+    return wrapped
+
+
+def wrapped(rank: int, world: int, family: str) -> None:
+    """Under DDP, FSDP2 and LoRA: the micro-batches of "accumulation", and one without a valid label."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))
+    sp = basp.SequenceParallel(mesh)
+    batches, labels = data([*STEPS["accumulation"], (3, 5)])
+    for ids in labels[-1]:
+        ids[:] = -100
+    with keep_float64():
+        right_loss, right = oracle.run_model(moe(family), batches, labels)
+        model = basp.prepare(moe(family), sp)
+        oracle.assert_close(train(sp, DistributedDataParallel(model), batches, labels), right_loss, "DDP: loss")
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        oracle.assert_same_grads(grads, right, "DDP: gradient")
+        model = fully_shard(basp.prepare(moe(family), sp), mesh=mesh)
+        oracle.assert_close(train(sp, model, batches, labels), right_loss, "FSDP2: loss")
+        grads = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        oracle.assert_same_grads(grads, right, "FSDP2: gradient")
+        right_loss, right = oracle.run_model(lora(moe(family)), batches, labels)
+        model = basp.prepare(lora(moe(family)), sp)
+        oracle.assert_close(train(sp, model, batches, labels), right_loss, "LoRA: loss")
+        adapters = {name: grad for name, grad in right.items() if "lora" in name}
+        oracle.assert_same_grads(mean_gradients(model), adapters, "LoRA: gradient")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_router_loss_of_wrapped_models_equals_one_process(family: str) -> None:
+    run_ranks(3, wrapped, family)
 
 
 def checkpointed(rank: int, world: int, family: str) -> None:

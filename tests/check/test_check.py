@@ -1,4 +1,4 @@
-"""``basp.check`` and the command ``basp check``: every family, what is refused, what is printed."""
+"""``basp.check``: every family, what can be checked, what is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from basp.checks.command import _data
 from basp.checks.reference import run_reference
 from basp.checks.shrink import shrink
 from basp.checks.subject import build, find_subject
-from basp.cli import main
 from basp.errors import ConfigError, ModelError, TrainingError
 
 FAMILIES = [
@@ -210,32 +209,6 @@ def test_ranks_that_fail_or_hang_are_told_of() -> None:
     with pytest.raises(TrainingError, match=r"did not end in time|rank [01] of a check failed"):
         basp.check("llama", **SMALL | {"timeout": 3}, _in_each_rank="tests.check.faults:hang")
     assert time.monotonic() - start < 20
-
-
-# ---- the command ---------------------------------------------------------------------------------------------------
-
-
-def test_the_command_prints_a_table_and_exits_by_its_verdict(capsys, monkeypatch) -> None:
-    assert main(["check", "llama", "--ranks", "2", "--lengths", "7,12"]) == 0
-    out = capsys.readouterr().out
-    assert "llama: 1 process against 2 ranks, basp, kernel auto, float64" in out
-    assert "casts to float32 removed in both runs" in " ".join(out.split())
-    assert "all equal" in out
-    assert "FAIL" not in out
-    whole = basp.check
-    monkeypatch.setattr(
-        "basp.checks.check", lambda **options: whole(**options, _in_each_rank="tests.check.faults:loss_times_ranks")
-    )
-    assert main(["check", "llama", "--ranks", "2", "--lengths", "7,12"]) == 1
-    out = capsys.readouterr().out
-    assert "FAIL" in out
-    assert "first difference: loss: loss: loss is" in " ".join(out.split())
-
-
-@pytest.mark.parametrize("arguments", [["lama"], ["llama", "--lengths", "4,0"], ["llama", "--ranks", "0"], []])
-def test_the_command_exits_with_2_for_what_it_refuses(arguments: list[str], capsys) -> None:
-    assert main(["check", *arguments]) == 2
-    assert capsys.readouterr().err
 
 
 def test_a_report_that_holds_a_nan_is_not_ok() -> None:

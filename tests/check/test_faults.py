@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 import basp
 from basp.checks import DifferenceError, Report
+from basp.cli import main
 
 LENGTHS = (30, 9, 21)
 """Cut over 3 ranks into slices of 20 tokens: sequence 0 at its token 20; ranks end at 0:19, 1:8 + 2:0, and 2:20."""
@@ -46,8 +48,18 @@ def check(model: str, fault: str | None = None, **options) -> Report:
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.fault)
-def test_a_planted_fault_is_flagged_where_it_is(planted: Planted) -> None:
-    report = check(planted.model, planted.fault)
+def test_a_planted_fault_is_flagged_where_it_is(planted: Planted, monkeypatch, capsys) -> None:
+    reports = []
+
+    def checked(*, model: str, **_: Any) -> Report:
+        reports.append(check(model, planted.fault))
+        return reports[0]
+
+    monkeypatch.setattr("basp.checks.check", checked)
+    assert main(["check", planted.model]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"first difference: {planted.phase}: {planted.place}: " in printed
+    (report,) = reports
     assert not report.ok
     found = report.first_difference
     assert found is not None

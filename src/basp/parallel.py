@@ -39,7 +39,8 @@ class Step:
         context: what the model's attention needs.
         valid_tokens: targets with a loss in the whole optimizer step, over all ranks and micro-steps.
         weight: of this micro-batch in the step: its share of those.
-        highest_id: of all token ids and labels of the micro-batch, on whichever rank they are.
+        highest_id: of all token ids and labels of the optimizer step, on whichever rank they are.
+        longest: tokens of the optimizer step's longest sequence, of whichever data-parallel group.
     """
 
     input_ids: Tensor
@@ -49,6 +50,7 @@ class Step:
     valid_tokens: int
     weight: float
     highest_id: int
+    longest: int
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -63,6 +65,15 @@ class Step:
     def plan(self, heads: int, kv_heads: int | None = None) -> Plan:
         """The plan that layers with these head counts run."""
         return self.context.plan(heads, heads if kv_heads is None else kv_heads)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What a step has over all its micro-batches and all ranks; attributes as ``Step``'s."""
+
+    valid_tokens: int
+    highest_id: int
+    longest: int
 
 
 class SequenceParallel:
@@ -157,8 +168,10 @@ class SequenceParallel:
         except Exception as error:  # nor may the other data-parallel groups wait
             refusal = error
         valid = sum(int((target != IGNORED).sum()) for batch in targets for target in batch)
-        valid = self._sum_over_data_parallel(valid, len(ids), refusal)
-        return tuple(self._cut(*parts, valid) for parts in zip(ids, targets, contexts, strict=True))
+        highest = max((int(part.max()) for batch in (*ids, *targets) for part in batch), default=0)
+        longest = max((len(sequence) for batch in ids for sequence in batch), default=0)
+        whole = self._over_data_parallel(_Whole(valid, highest, longest), len(ids), refusal)
+        return tuple(self._cut(*parts, whole) for parts in zip(ids, targets, contexts, strict=True))
 
     def loss(self, model: Any, step: Step) -> Tensor:
         """This micro-step's share of the mean loss over all valid tokens of the optimizer step.
@@ -170,9 +183,10 @@ class SequenceParallel:
 
         Raises:
             ModelError: the model's attention did not use the step: it was not prepared.
-            BatchError: a token id or label that the model's vocabulary does not have.
+            BatchError: a token id or label that the model's vocabulary does not have, or a sequence longer than its
+                positions; raised on every rank.
         """
-        _check_embeddings(model, step)
+        _check_fit(model, step)
         before = step.context.attended
         outputs = model(**step.inputs)
         if step.context.attended == before:
@@ -240,8 +254,8 @@ class SequenceParallel:
         digest = digest_batches(ids, targets, strategy=name, average_ranks=self.average_ranks)
         agree(digest, self._agreement_group, refusal)
 
-    def _sum_over_data_parallel(self, valid: int, micro_batches: int, refusal: Exception | None) -> int:
-        """Valid tokens of all data-parallel groups; they must have equally many micro-batches, or collectives hang.
+    def _over_data_parallel(self, own: _Whole, micro_batches: int, refusal: Exception | None) -> _Whole:
+        """The step of all data-parallel groups; they must have equally many micro-batches, or collectives hang.
 
         A group that refuses its batch tells the others here. Nobody raises before every dimension has been told.
         """
@@ -249,9 +263,9 @@ class SequenceParallel:
         if not others:
             if refusal is not None:
                 raise refusal
-            return valid
-        sums = torch.tensor([valid, int(refusal is not None)], device=self.device)
-        most = torch.tensor([micro_batches, -micro_batches], device=self.device)
+            return own
+        sums = torch.tensor([own.valid_tokens, int(refusal is not None)], device=self.device)
+        most = torch.tensor([micro_batches, -micro_batches, own.highest_id, own.longest], device=self.device)
         for group in others:
             dist.all_reduce(sums, group=group)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
@@ -269,7 +283,7 @@ class SequenceParallel:
                 allowed="equally many in each",
                 remedy="drop or split micro-batches so that all groups have the same number",
             )
-        return int(sums[0])
+        return _Whole(int(sums[0]), int(most[2]), int(most[3]))
 
     def _context(self, ids: list[Ints]) -> Context:
         return Context(
@@ -282,7 +296,7 @@ class SequenceParallel:
             agreed=self._agreed,
         )
 
-    def _cut(self, ids: list[Ints], targets: list[Ints], context: Context, valid_tokens: int) -> Step:
+    def _cut(self, ids: list[Ints], targets: list[Ints], context: Context, whole: _Whole) -> Step:
         shards = context.layout.shards[self.rank]
         parts = (
             [ids[sequence][start:stop] for sequence, start, stop in shards] or [np.zeros(1, dtype=np.int64)],
@@ -294,9 +308,17 @@ class SequenceParallel:
         )
         for tensor in (input_ids, position_ids, local_targets):
             torch._dynamo.maybe_mark_dynamic(tensor, 1)  # a rank's tokens change by the plan: compile for any number
-        highest = max(int(part.max()) for part in (*ids, *targets))
-        weight = sum(int((target != IGNORED).sum()) for target in targets) / max(valid_tokens, 1)
-        return Step(input_ids, position_ids, local_targets, context, valid_tokens, weight, highest)
+        weight = sum(int((target != IGNORED).sum()) for target in targets) / max(whole.valid_tokens, 1)
+        return Step(
+            input_ids,
+            position_ids,
+            local_targets,
+            context,
+            valid_tokens=whole.valid_tokens,
+            weight=weight,
+            highest_id=whole.highest_id,
+            longest=whole.longest,
+        )
 
 
 def _checkpoints_reentrantly(model: Any) -> bool:
@@ -309,9 +331,21 @@ def _checkpoints_reentrantly(model: Any) -> bool:
     )
 
 
-def _check_embeddings(model: Any, step: Step) -> None:
-    """Refuse on every rank what the embedding cannot take: else the one that meets it fails, and the others wait."""
+def position_limit(config: Any) -> int | None:
+    """Tokens of the longest sequence that a transformers model of this config has positions for; None: any number."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _check_fit(model: Any, step: Step) -> None:
+    """Refuse on every rank what the embeddings cannot take: else the one that meets it fails, and the others wait."""
     model = getattr(model, "module", model)  # DistributedDataParallel
+    limit = position_limit(model.config) if hasattr(model, "config") else None
+    if limit is not None and step.longest > limit:
+        raise BatchError(
+            f"a sequence of {step.longest} tokens for a model of max_position_embeddings {limit}",
+            allowed=f"at most {limit}",
+            remedy="shorten it, or raise max_position_embeddings (with rope scaling) in the model's config",
+        )
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     vocabulary = getattr(embeddings, "num_embeddings", None)
     if vocabulary is not None and step.highest_id >= vocabulary:

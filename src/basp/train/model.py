@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from basp.data.tokenizers import Tokenizer
 from basp.errors import BaspError, ConfigError, ModelError
 from basp.files import written_whole
+from basp.parallel import position_limit
 from basp.train.config import TrainConfig
 from basp.train.settings import nearest_name
 
@@ -168,7 +169,7 @@ def _check_fit(model: PreTrainedModel, tokenizer: Tokenizer, max_length: int) ->
             allowed="a vocabulary at least as large as the tokenizer's",
             remedy="set data.tokenizer to the checkpoint's own folder, or drop vocab_size from [model.config]",
         )
-    positions = getattr(sizes, "max_position_embeddings", None)
+    positions = position_limit(model.config)
     if positions is not None and positions < max_length:
         raise ConfigError(
             f"data.max_length {max_length} with a model of max_position_embeddings {positions}",

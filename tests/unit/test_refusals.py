@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from basp import SequenceParallel, prepare
 from basp.casts import keep_float64
@@ -32,18 +32,101 @@ SMALL = {
 }
 
 
+VISION = {
+    "head_dim": 8,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 32,
+    "out_hidden_size": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_heads": 4,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "num_position_embeddings": 4,
+    "deepstack_visual_indexes": [0],
+}
+AUDIO = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "output_dim": 32,
+}
+
+
 def build(name: str, **changes: Any) -> PreTrainedModel:
-    """A tiny random model: ``name`` is its class without "ForCausalLM"."""
-    config_name = {"Llama4": "Llama4Text", "Gemma3": "Gemma3Text", "GPT2": "GPT2"}.get(name, name)
-    model_name = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    """A tiny random model: ``name`` is its class, without "ForCausalLM" where it ends so; sizes are its text part's."""
+    model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, name)
+    config_class = model_class.config_class
     sizes = {key: value for key, value in {**SMALL, **changes}.items() if value is not ...}
+    if "text_config" in config_class.sub_configs:
+        sizes = {"text_config": sizes, "vision_config": VISION}
+    if "audio_config" in config_class.sub_configs:
+        sizes["audio_config"] = AUDIO
     torch.manual_seed(0)
-    return getattr(transformers, model_name)(getattr(transformers, f"{config_name}Config")(**sizes))
+    return model_class(config_class(**sizes))
 
 
 LLAMA4 = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32, "head_dim": 8}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False}
+ZAMBA2 = {
+    "layers_block_type": ["mamba", "hybrid"],
+    "mamba_d_state": 8,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 4,
+    "mamba_headdim": 16,
+    "num_key_value_heads": 4,
+}
+NEMOTRON_H = {
+    "layers_block_type": ["mamba", "attention"],
+    "num_hidden_layers": ...,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "head_dim": 8,
+}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "qk_head_dim": 8,
+    "v_head_dim": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+}
+INDEXED = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+MROPE = {
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
 FALCON_H1 = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2}
+UNDROPPED = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+WHISPER = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32, "encoder_layers": 1}
 GEMMA2 = {"head_dim": 8, "sliding_window": 4}
 GEMMA3 = {"sliding_window": 4, "head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]}
 GPT_OSS = {"head_dim": 8, "sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
@@ -57,6 +140,14 @@ QWEN2_MOE = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 
+KOSMOS = {
+    "embed_dim": 32,
+    "layers": 2,
+    "attention_heads": 4,
+    "ffn_dim": 32,
+    "dropout": 0.0,
+    "max_position_embeddings": 64,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -90,31 +181,174 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         ("LlamaForCausalLM has rope of type dynamic",),
     ),
-    "kf13 positions that it counts itself": (
-        "Bart",
-        {**BART, "num_hidden_layers": 2},
-        ("BartForCausalLM gives a token other queries, keys or values in layer 0",),
+    "kf15 state space: Mamba": (
+        "Mamba",
+        {},
+        ("MambaForCausalLM calls the attention function 0 times for its 2 layers (in none)", "backbone.layers.0.mixer"),
     ),
-    "kf15 state space": ("Mamba", {}, ("MambaForCausalLM calls the attention function 0 times for its 2 layers",)),
-    "kf15 state space beside attention": ("FalconH1", {**FALCON_H1, "head_dim": 8}, ("FalconH1", "mixes tokens")),
-    "kf15 convolution in one layer of two": (
+    "kf15 state space: Mamba2": (
+        "Mamba2",
+        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "num_attention_heads": ...},
+        ("0 times", "backbone.layers.0.mixer (Mamba2Mixer)"),
+    ),
+    "kf15 state space: FalconMamba": (
+        "FalconMamba",
+        {"state_size": 8},
+        ("0 times", "backbone.layers.0.mixer (FalconMambaMixer)"),
+    ),
+    "kf15 recurrence: RWKV": ("Rwkv", {"attention_hidden_size": 32}, ("0 times", "in rwkv.blocks.0.attention")),
+    "kf15 linear attention: Qwen3-Next": (
+        "Qwen3Next",
+        {**DELTA, **EXPERTS},
+        ("1 times for its 2 layers (in model.layers.1.self_attn)", "model.layers.0.linear_attn (Qwen3NextGatedDelta"),
+    ),
+    "kf15 linear attention: Qwen3.5": ("Qwen3_5", DELTA, ("1 times", "in model.layers.0.linear_attn (Qwen3_5Gated")),
+    "kf15 linear attention: Qwen3.5-MoE": (
+        "Qwen3_5Moe",
+        {**DELTA, **EXPERTS},
+        ("1 times", "in model.layers.0.linear_attn (Qwen3_5MoeGated"),
+    ),
+    "kf15 linear attention: Qwen3.5 with images": (
+        "Qwen3_5ForConditionalGeneration",
+        DELTA,
+        ("1 times", "in model.language_model.layers.0.linear_attn (Qwen3_5Gated"),
+    ),
+    "kf15 linear attention: Olmo hybrid": ("OlmoHybrid", DELTA, ("1 times", "in model.layers.0.linear_attn (OlmoHy")),
+    "kf15 linear attention: MiniMax": (
+        "MiniMax",
+        {**LOCAL_EXPERTS, "head_dim": 8, "layer_types": DELTA["layer_types"]},
+        ("1 times", "in model.layers.0.self_attn (MiniMaxLightningAttention)"),
+    ),
+    "kf15 linear attention: Kimi Linear": (
+        "KimiLinear",
+        {**LATENT, "layer_types": DELTA["layer_types"], "linear_num_heads": 2, "linear_head_dim": 8, "num_experts": 2},
+        ("1 times", "in model.layers.0.self_attn (KimiLinearDeltaAttention)"),
+    ),
+    "kf15 linear attention: Bailing hybrid": (
+        "BailingHybrid",
+        {**LATENT, "layer_types": DELTA["layer_types"], "num_experts": 4},
+        ("1 times", "in model.layers.0.self_attn (BailingHybridDeltaAttention)"),
+    ),
+    "kf15 hybrid: Jamba": ("Jamba", JAMBA, ("1 times", "in model.layers.0.mamba (JambaMambaMixer)")),
+    "kf15 hybrid: Bamba": ("Bamba", {**MAMBA2, "attn_layer_indices": [1]}, ("1 times", "in model.layers.0.mamba")),
+    "kf15 hybrid: Zamba2": ("Zamba2", ZAMBA2, ("shared_transformer.self_attn)", "in model.layers.0.mamba (Zamba2")),
+    "kf15 hybrid: Granite MoE": (
+        "GraniteMoeHybrid",
+        {**MAMBA2, **LOCAL_EXPERTS, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
+        ("1 times", "in model.layers.0.mamba (GraniteMoeHybridMamba"),
+    ),
+    "kf15 hybrid: Nemotron-H": ("NemotronH", NEMOTRON_H, ("1 times", "in model.layers.0.mixer (NemotronHMamba2")),
+    "kf15 hybrid: RecurrentGemma": (
+        "RecurrentGemma",
+        {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "head_dim": 8},
+        ("(in model.layers.2.temporal_block)", "in model.layers.0.temporal_block"),
+    ),
+    "kf15 hybrid beside attention: Falcon-H1": (
+        "FalconH1",
+        {**FALCON_H1, "head_dim": 8},
+        ("FalconH1ForCausalLM mixes tokens outside of its attention", "in model.layers.0.mamba (FalconH1Mixer)"),
+    ),
+    "kf15 convolution: Lfm2": (
         "Lfm2",
         {"layer_types": ["conv", "full_attention"]},
-        ("Lfm2ForCausalLM calls the attention function 1 times for its 2 layers", "model.layers.1.self_attn"),
+        (
+            "Lfm2ForCausalLM calls the attention function 1 times for its 2 layers (in model.layers.1.self_attn)",
+            "in model.layers.0.conv (Lfm2ShortConv)",
+        ),
     ),
-    "attention of its own: bloom": ("Bloom", {}, ("BloomForCausalLM", "0 times", "in none")),
-    "attention of its own: falcon": ("Falcon", {}, ("FalconForCausalLM", "0 times", "in none")),
+    "kf15 convolution: Lfm2-MoE": (
+        "Lfm2Moe",
+        {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+        ("1 times", "in model.layers.0.conv (Lfm2MoeShortConv)"),
+    ),
+    "kf15 attention called twice: DiffLlama": ("DiffLlama", {}, ("4 times", "2 times in model.layers.0.self_attn")),
+    "index-sparse attention: DeepSeek-V3.2": (
+        "DeepseekV32",
+        {**LATENT, **INDEXED},
+        ("model.layers.0.self_attn.indexer (DeepseekV32Indexer) chooses", "index-sparse"),
+    ),
+    "index-sparse attention: GLM-5": (
+        "GlmMoeDsa",
+        {**LATENT, **INDEXED},
+        ("model.layers.0.self_attn.indexer (GlmMoeDsaIndexer) chooses", "index-sparse"),
+    ),
+    "index-sparse attention: MiniMax-M3": (
+        "MiniMaxM3VL",
+        {**INDEXED, **LOCAL_EXPERTS, "head_dim": 8, "rotary_dim": 4, "layer_types": ["minimax_m3_sparse"] * 2},
+        ("model.layers.0.self_attn.indexer (MiniMaxM3VLIndexer) chooses", "index-sparse"),
+    ),
+    "compressed keys: DeepSeek-V4": (
+        "DeepseekV4",
+        {"head_dim": 8},
+        ("model.layers.0.self_attn.compressor (DeepseekV4HCACompressor) chooses or makes", "compressed"),
+    ),
+    "cross attention: GPT2": (
+        "GPT2LMHeadModel",
+        {**GPT2, **UNDROPPED, "add_cross_attention": True},
+        ("transformer.h.0.crossattention (GPT2Attention) is cross attention", "config.add_cross_attention = False"),
+    ),
+    "cross attention: Bart": (
+        "Bart",
+        BART,
+        ("model.decoder.layers.0.encoder_attn (BartAttention) is cross attention",),
+    ),
+    "cross attention: Whisper": (
+        "Whisper",
+        WHISPER,
+        ("model.decoder.layers.0.encoder_attn (WhisperAttention) is cross",),
+    ),
+    "cross attention: Mllama": (
+        "Mllama",
+        {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        ("model.layers.1.cross_attn (MllamaTextCrossAttention) is cross attention",),
+    ),
+    **{
+        f"three positions for each token: {name}": (
+            f"{name}ForConditionalGeneration",
+            {**MROPE, **changes},
+            (
+                "model.language_model.rotary_emb",
+                "takes 3 positions for each token",
+                "mrope_section",
+                "text family's class",
+            ),
+        )
+        for name, changes in {
+            "Qwen2VL": {},
+            "Qwen2_5_VL": {},
+            "Qwen3VL": {},
+            "Qwen3VLMoe": EXPERTS,
+            "Qwen2_5OmniThinker": {},
+            "Glm4v": {},
+            "HunYuanVL": {},
+        }.items()
+    },
+    "a config and a mask that differ: PaliGemma": (
+        "PaliGemmaForConditionalGeneration",
+        {"model_type": "gemma", "head_dim": 8},
+        ("a causal mask for the layers of Gemma", "use_bidirectional_attention"),
+    ),
+    "attention of its own: bloom": (
+        "Bloom",
+        {},
+        ("BloomForCausalLM", "0 times", "in transformer.h.0.self_attention (BloomAttention)"),
+    ),
+    "attention of its own: falcon": (
+        "Falcon",
+        {},
+        ("FalconForCausalLM", "0 times", "in transformer.h.0.self_attention (FalconAttention)"),
+    ),
     "attention of its own: mpt": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, ("MptForCausalLM", "0 times")),
     "kf32 dropout": (
         "Llama",
         {"attention_dropout": 0.1},
         ("layers.0.self_attn has attention_dropout 0.1", "= 0"),
     ),
-    "kf32 dropout by another name": ("GPT2", GPT2, ("GPT2Attention of layer 0", "attention dropout 0.1")),
+    "kf32 dropout by another name": ("GPT2LMHeadModel", GPT2, ("GPT2Attention of layer 0", "attention dropout 0.1")),
     "kf32 residual dropout": ("Phi3", {"resid_pdrop": 0.1}, ("layers.0.resid_attn_dropout", "0.1", "dropout")),
     "kf32 embedding dropout": (
-        "GPT2",
-        {**GPT2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.2},
+        "GPT2LMHeadModel",
+        {**GPT2, **UNDROPPED, "embd_pdrop": 0.2},
         ("transformer.drop ", "0.2", "dropout"),
     ),
     "kf32 router jitter": (
@@ -165,6 +399,45 @@ def test_prepare_refuses_and_leaves_the_model_as_it_was(case: str, training: boo
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.arange(3, 8)[None], use_cache=False).logits
     assert bool(torch.isfinite(logits).all())
+
+
+ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "T5ForConditionalGeneration": {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4},
+    "BartForConditionalGeneration": {**BART, "is_encoder_decoder": True, "is_decoder": False},
+}
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_an_encoder_and_a_decoder_are_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"^{name} is an encoder and a decoder"):
+        prepare(build(name, **ENCODER_DECODERS[name]), SequenceParallel())
+
+
+class CountingLlama(LlamaForCausalLM):
+    """Leaves positions to its own counting, whatever it is given."""
+
+    def forward(self, *, position_ids: Any = None, **more: Any) -> Any:
+        return super().forward(**more)
+
+
+def test_kf13_a_model_that_counts_positions_itself_is_refused() -> None:
+    with pytest.raises(ModelError, match="CountingLlama gives a token other queries, keys") as refused:
+        prepare(CountingLlama(build("Llama").config), SequenceParallel())
+    assert "positions that it counts itself" in str(refused.value)
+
+
+def test_kf13_a_model_whose_first_token_is_not_at_position_0_is_refused() -> None:
+    """Kosmos-2.5 and RoBERTa count from behind the padding token's embedding."""
+    name = "Kosmos2_5ForConditionalGeneration"
+    with pytest.raises(ModelError, match=f"{name} counts the positions of two tokens otherwise than 0 and 1"):
+        prepare(build(name, **KOSMOS), SequenceParallel())
+
+
+def test_a_failing_forward_is_refused_by_the_module_that_fails() -> None:
+    model = build("Llama")
+    model.model.layers[1].mlp.up_proj = nn.Linear(31, 32)
+    with pytest.raises(ModelError, match=r"fails a forward .* in model\.layers\.1\.mlp\.up_proj \(Linear\)"):
+        prepare(model, SequenceParallel())
 
 
 # What a kernel has to be able to do, and the words of the layer and the wish.

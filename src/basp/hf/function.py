@@ -7,6 +7,7 @@ refused there, by the name of the layer.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,15 +32,22 @@ class Probe:
     Args:
         kernel: has to be able to do what the layers ask for.
         backward: whether it has to be able to do the backward of it too.
+
+    Attributes:
+        calls: of each module, by its id.
+        seen: queries, keys and values of each call.
+        axes: modules that are given more than one position for each token, and how many.
     """
 
     def __init__(self, kernel: ChosenKernel, *, backward: bool = False) -> None:
         self.kernel, self.backward = kernel, backward
         self.calls: Counter[int] = Counter()
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.axes: dict[str, int] = {}
 
     def note(self, module: nn.Module, spec: AttentionSpec, *qkv: Tensor) -> None:
         """Count a call and keep its queries, keys and values; refuse what the kernel cannot do, by the layer's name."""
+        _check_keys(module, qkv[0], qkv[1])
         self.calls[id(module)] += 1
         self.seen.append((qkv[0], qkv[1], qkv[2]))
         try:
@@ -88,9 +96,9 @@ def basp_attention(
         raise NoStepError(
             f"a forward of {describe(module)} without a basp step",
             allowed="model(**step.inputs) or sp.loss(model, step)",
-            remedy="shard the batch with sp.shard; to use the model without basp, "
-            'call model.set_attn_implementation("sdpa")',
+            remedy=f"shard the batch with sp.shard; {_WITHOUT_BASP}",
         )
+    _check_keys(module, query, key)
     if query.shape[0] != 1:
         raise ModelError(
             f"hidden states of batch size {query.shape[0]} in {describe(module)}",
@@ -103,21 +111,62 @@ def basp_attention(
     return torch.ops.aten._unsafe_view(out, [1, *out.shape]), None
 
 
-def basp_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any) -> int | None:
+def _check_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
+    """Every rank has as many keys as queries of its own, so where a cache adds keys, every rank refuses them."""
+    if key.shape[2] != query.shape[2]:
+        raise ModelError(
+            f"{key.shape[2]} keys for {query.shape[2]} queries in {describe(module)}",
+            allowed="a key for each query: no cache of earlier tokens, no keys from elsewhere",
+            remedy=f"train with step.inputs as they are; {_WITHOUT_BASP}",
+        )
+
+
+def basp_mask(
+    *,
+    config: Any,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> int | None:
     """The mask function that goes with it: there is no mask, because sequences are cut apart by the context.
 
     A window (or chunk) that the mask would have had is passed on as a number: some layers have it in their mask only.
 
     Raises:
-        ModelError: the caller passed a mask of its own.
+        ModelError: the caller passed a mask of its own, or the model's is not the one that its layers would get.
     """
+    whose = type(config).__name__.removesuffix("Config")
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ModelError(
-            f"an attention_mask of shape {tuple(attention_mask.shape)} with masked tokens",
+            f"an attention_mask of shape {tuple(attention_mask.shape)} with masked tokens, for the layers of {whose}",
             allowed="no attention_mask: sequences without padding",
-            remedy="pass each sequence without its padding to sp.shard",
+            remedy=f"pass each sequence without its padding to sp.shard; {_WITHOUT_BASP}",
+        )
+    declared = _is_bidirectional(config)
+    rules = {getattr(rule, "__qualname__", "").split(".")[0] for rule in _rules(mask_function)}
+    if "blockwise_overlay" in rules or (use_vmap and not declared):
+        raise ModelError(
+            f"a mask rule of its own for the layers of {whose}, as for the tokens of an image",
+            allowed="a causal mask, with or without a sliding window",
+            remedy="pass text only, without token types",
+        )
+    # Gemma3 opens its causal mask by a rule of its own.
+    if declared and not use_vmap and not any("bidirectional" in rule for rule in rules):
+        raise ModelError(
+            f"a causal mask for the layers of {whose}, and a config that says that they are bidirectional",
+            allowed="a mask and a config (is_causal, use_bidirectional_attention) that say the same",
+            remedy="if the mask is what is meant, build the model with use_bidirectional_attention = False",
         )
     return local_size
+
+
+def _rules(mask_function: Any) -> list[Any]:
+    """The plain rules that transformers has composed into one: it keeps them in closures."""
+    held = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    parts = [part for one in held for part in (one if isinstance(one, tuple) else (one,)) if callable(part)]
+    return [rule for part in parts for rule in _rules(part)] or [mask_function]
 
 
 def register() -> None:
@@ -126,12 +175,16 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, basp_mask)
 
 
+_WITHOUT_BASP = 'to generate, or to use the model without basp, call model.set_attn_implementation("sdpa")'
+
 _NOT_HONOURED = {
     "head_mask": "a head mask",
     "position_bias": "a position bias",
-    "indices": "index-sparse attention",
 }
 """Arguments with which transformers' models ask for attention that no plan gives."""
+
+_KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position", "num_items_in_batch"}
+"""Arguments that are honoured, or that change nothing in attention; a tensor of any other name might."""
 
 
 def read_spec(module: nn.Module, query: Tensor, mask: Tensor | int | None, asked: dict[str, Any]) -> AttentionSpec:
@@ -141,6 +194,11 @@ def read_spec(module: nn.Module, query: Tensor, mask: Tensor | int | None, asked
         ModelError: something that cannot be honoured; names the layer.
     """
     wishes = [f"{what} ({name})" for name, what in _NOT_HONOURED.items() if asked.get(name) is not None]
+    wishes += [
+        f"a tensor that basp does not know ({name})"
+        for name, value in asked.items()
+        if isinstance(value, Tensor) and name not in _KNOWN_TENSORS | _NOT_HONOURED.keys()
+    ]
     window = asked.get("sliding_window")
     if isinstance(mask, Tensor):
         wishes.append(f"an attention mask of shape {tuple(mask.shape)}")
@@ -158,7 +216,8 @@ def read_spec(module: nn.Module, query: Tensor, mask: Tensor | int | None, asked
             f"{describe(module)} asks for {' and '.join(wishes)}",
             allowed="causal attention over whole sequences, with a sliding window, a soft cap or sinks; "
             "non-causal attention where the model's config says so (is_causal = False)",
-            remedy="change the model's config so that it does not ask for this, or train it without basp",
+            remedy="pass no mask and nothing else beside step.inputs; where the model asks by itself, change its "
+            "config so that it does not, or train it without basp",
         )
     scale = asked.get("scaling")
     return AttentionSpec(

@@ -6,6 +6,7 @@ bring every layer's wishes to light, and show whether tokens meet anywhere but i
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,8 +19,9 @@ from transformers import PreTrainedModel
 
 from basp.attention.kernels import ChosenKernel
 from basp.errors import ModelError
+from basp.hf.declared import check_cross_attention, check_declared
 from basp.hf.function import NAME, NoStepError, Probe, register
-from basp.parallel import SequenceParallel
+from basp.parallel import SequenceParallel, position_limit
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -38,7 +40,8 @@ def prepare(model: _Model, sp: SequenceParallel) -> _Model:
 
     Raises:
         ModelError: a layer does not call the attention function once per forward, or asks for something that the
-            executor or the kernel cannot honour (dropout, a mask, chunks); names the layer.
+            executor or the kernel cannot honour (dropout, a mask, chunks, cross attention, a choice of keys, three
+            positions for each token); names the layer.
     """
     base = _unwrap(model)
     if not isinstance(base, PreTrainedModel):
@@ -54,15 +57,18 @@ def prepare(model: _Model, sp: SequenceParallel) -> _Model:
             remedy="call basp.prepare first, then fully_shard",
         )
     register()
-    _check_dropout(base)
-    _check_chunks(base)
-    _check_rope(base)
+    check_declared(base)
     before = base.config._attn_implementation or "eager"
     try:
         base.set_attn_implementation(NAME)
-        _check_layers(base, _run_probe(model, sp.kernel))
+        probe = _run_probe(model, sp.kernel)
+        names = {id(module): name for name, module in base.named_modules()}
+        check_cross_attention(base, [names[module] for module in probe.calls])
+        _check_layers(model, probe)
+        _check_axes(model, probe)
         _check_mixing(model, sp.kernel)
         _check_slices(model, sp.kernel)
+        _check_first_position(model, sp.kernel)
     except BaseException:
         base.set_attn_implementation(before)  # a refused model stays as it was
         raise
@@ -83,34 +89,11 @@ def _unwrap(model: Any) -> Any:
     return model.get_base_model()
 
 
-def _check_dropout(model: PreTrainedModel) -> None:
-    for name, module in model.named_modules():
-        dropout = getattr(module, "attention_dropout", 0.0)
-        if isinstance(dropout, float) and dropout > 0:
-            raise ModelError(
-                f"{name} has attention_dropout {dropout}",
-                allowed="0: ranks would draw different random numbers for one sequence",
-                remedy="set config.attention_dropout = 0.0 before loading the model",
-            )
-
-
-def _check_chunks(model: PreTrainedModel) -> None:
-    """Chunked attention reaches only the mask function: a layer never says so itself."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or []
-    if "chunked_attention" in kinds:
-        raise ModelError(
-            f"layer {kinds.index('chunked_attention')} of {type(model).__name__} attends within chunks of "
-            f"{config.attention_chunk_size} tokens (attention_chunk_size)",
-            allowed="causal attention over whole sequences",
-            remedy='set every config.layer_types to "full_attention" if that is meant, or train it without basp',
-        )
-
-
-def _forward(model: nn.Module, probe: Probe, positions: tuple[int, ...] = (0, 1)) -> Tensor:
+def _forward(model: nn.Module, probe: Probe, positions: tuple[int, ...] | None = (0, 1)) -> Tensor:
+    """Logits of as many tokens of id 0; positions of None leave two tokens to the model's own counting."""
     device = next(model.parameters()).device
-    ids = torch.zeros(1, len(positions), dtype=torch.int64, device=device)
-    at = torch.tensor([positions], device=device)
+    ids = torch.zeros(1, len(positions or (0, 1)), dtype=torch.int64, device=device)
+    at = None if positions is None else torch.tensor([positions], device=device)
     return model(input_ids=ids, position_ids=at, use_cache=False, basp_context=probe).logits
 
 
@@ -132,7 +115,7 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 def _run_probe(model: nn.Module, kernel: ChosenKernel) -> Probe:
     probe = Probe(kernel, backward=any(parameter.requires_grad for parameter in model.parameters()))
     try:
-        with _mode(model, training=True):  # a layer asks for dropout only then
+        with _mode(model, training=True), _positions_noted(model, probe):  # a layer asks for dropout only in training
             before = _random_states(model)
             _forward(model, probe)
             if not all(map(torch.equal, before, _random_states(model))):
@@ -147,11 +130,51 @@ def _run_probe(model: nn.Module, kernel: ChosenKernel) -> Probe:
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} fails a forward of two tokens with an attention function of basp's: {error!r}",
+            f"{type(model).__name__} fails a forward of two tokens with an attention function of basp's"
+            f"{_where(model, error)}: {error!r}",
             allowed="a causal LM that takes input_ids and position_ids, and any attention function",
             remedy="train this model without basp",
         ) from error
     return probe
+
+
+def _where(model: nn.Module, error: Exception) -> str:
+    """In which module of the model an error arose: the innermost in the traceback."""
+    names = {id(module): f", in {name} ({type(module).__name__})" for name, module in model.named_modules() if name}
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((names[id(owner)] for owner in reversed([*owners]) if id(owner) in names), "")
+
+
+@contextmanager
+def _positions_noted(model: nn.Module, probe: Probe) -> Iterator[None]:
+    """Have the probe told of a module that is given several positions for each of its two tokens."""
+
+    def note(name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            for given in (*args, *kwargs.values()):
+                many = isinstance(given, Tensor) and not given.is_floating_point() and given.ndim == 3
+                if many and given.shape[0] > 1 and given.shape[1:] == (1, 2):
+                    probe.axes.setdefault(name, given.shape[0])
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(note(name), with_kwargs=True) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _check_axes(model: nn.Module, probe: Probe) -> None:
+    """Multimodal rope: time, height and width of what a token shows."""
+    for name, axes in probe.axes.items():
+        raise ModelError(
+            f"{name} of {type(model).__name__} takes {axes} positions for each token (multimodal rope, mrope_section)",
+            allowed="one position for each token: its place in its sequence",
+            remedy="to train on text, load the language model alone into its text family's class (Qwen3ForCausalLM for "
+            "Qwen3-VL); to train on images, train this model without basp",
+        )
 
 
 def _random_states(model: nn.Module) -> list[Tensor]:
@@ -176,50 +199,105 @@ def _drawn(model: nn.Module) -> ModelError:
     )
 
 
-def _check_mixing(model: nn.Module, kernel: ChosenKernel) -> None:
-    """The probe's attention returns zeros: a token whose logits still depend on another's embedding mixes elsewhere.
-
-    A derivative that is not exactly 0 shows it, whatever the sizes of the numbers.
-    """
-    if next(model.parameters()).device.type == "meta":
-        return
-    embedded: list[Tensor] = []
-
-    def keep(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
-        embedded.append(torch.randn_like(out).requires_grad_())  # a padding token's own embedding may be 0
-        return embedded[-1].clone()  # a model may scale it in place
-
-    hook = _unwrap(model).get_input_embeddings().register_forward_hook(keep)
-    try:
-        with torch.enable_grad(), _mode(model, training=False):
-            logits = _forward(model, Probe(kernel))
-            for token in (0, 1):
-                (grad,) = torch.autograd.grad(logits[0, token].square().sum(), embedded[0], retain_graph=True)
-                if bool(grad[0, 1 - token].any()):
-                    raise ModelError(
-                        f"{type(model).__name__} mixes tokens outside of its attention",
-                        allowed="a model whose tokens meet in attention only",
-                        remedy="a state space, a convolution or linear attention beside attention needs the whole "
-                        "sequence on one rank: train this model without basp",
-                    )
-    finally:
-        hook.remove()
-
-
-def _check_layers(model: PreTrainedModel, probe: Probe) -> None:
-    layers = model.config.get_text_config().num_hidden_layers
-    attention = {id(module): name for name, module in model.named_modules()}
-    seen = sorted(attention[module] for module in probe.calls)
-    twice = [attention[module] for module, calls in probe.calls.items() if calls > 1]
+def _check_layers(model: nn.Module, probe: Probe) -> None:
+    layers = _unwrap(model).config.get_text_config().num_hidden_layers
+    names = {id(module): name for name, module in model.named_modules()}
+    seen = sorted(names[module] for module in probe.calls)
+    twice = [f"{calls} times in {names[module]}" for module, calls in probe.calls.items() if calls > 1]
     if len(seen) != layers or twice:
-        named = f"in {', '.join(seen[:4])}{' ...' if len(seen) > 4 else ''}" if seen else "in none"
+        places = twice or [f"in {name}" for name in seen] or ["in none"]
         raise ModelError(
             f"{type(model).__name__} calls the attention function {sum(probe.calls.values())} times for its {layers} "
-            f"layers ({named})",
+            f"layers ({', '.join(places[:4])}{' ...' if len(places) > 4 else ''}){_where_without(model, probe)}",
             allowed="a model in which every layer's attention goes once through transformers' attention interface",
             remedy="such a layer (linear attention, a state space, or an attention of its own) mixes tokens where basp "
             "cannot see it: train this model without basp",
         )
+
+
+def _where_without(model: nn.Module, probe: Probe) -> str:
+    """The first module in which tokens meet without the attention function, or the first layer that did not call it."""
+    try:
+        where = _find_mixing(model, probe.kernel)
+    except Exception:  # it only adds to a refusal, and this model may not even run in evaluation mode
+        where = None
+    if where:
+        return f"; tokens meet without it{where}"
+    called = {name for name, module in model.named_modules() if id(module) in probe.calls}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and any(each.startswith(f"{name}.") for each in called):
+            for place, layer in enumerate(module):
+                if not any(each.startswith(f"{name}.{place}.") for each in called):
+                    return f"; not in {name}.{place} ({type(layer).__name__})"
+    return ""
+
+
+def _check_mixing(model: nn.Module, kernel: ChosenKernel) -> None:
+    """The probe's attention returns zeros: tokens that still meet do so elsewhere."""
+    where = _find_mixing(model, kernel)
+    if where is not None:
+        raise ModelError(
+            f"{type(model).__name__} mixes tokens outside of its attention{where}",
+            allowed="a model whose tokens meet in attention only",
+            remedy="a state space, a convolution or linear attention beside attention needs the whole "
+            "sequence on one rank: train this model without basp",
+        )
+
+
+def _find_mixing(model: nn.Module, kernel: ChosenKernel) -> str | None:
+    """The first module in which tokens meet outside of attention, for a message; None if they do not.
+
+    The probe's attention returns zeros: a token whose logits still depend on another's embedding mixes elsewhere. A
+    derivative that is not exactly 0 shows it, whatever the sizes of the numbers.
+    """
+    if next(model.parameters()).device.type == "meta":
+        return None
+    embedded: list[Tensor] = []
+    passed: list[tuple[str, Tensor, Tensor]] = []
+
+    def embed(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
+        embedded.append(torch.randn_like(out).requires_grad_())  # a padding token's own embedding may be 0
+        return embedded[-1].clone()  # a model may scale it in place
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            given, made = _hidden_states((*args, *kwargs.values())), _hidden_states(out)
+            if given is not None and made is not None:
+                passed.append((f", in {name} ({type(module).__name__})", given, made))
+
+        return hook
+
+    hooks = [_unwrap(model).get_input_embeddings().register_forward_hook(embed)]
+    hooks += [
+        module.register_forward_hook(watch(name), with_kwargs=True) for name, module in model.named_modules() if name
+    ]
+    try:
+        with torch.enable_grad(), _mode(model, training=False):
+            logits = _forward(model, Probe(kernel))
+            if not _mixes(embedded[0], logits):
+                return None
+            return next((name for name, given, made in passed if _mixes(given, made)), "")
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hidden_states(values: Any) -> Tensor | None:
+    """The first of what a module takes or gives that has a row for each of two tokens, and a gradient."""
+    for value in values if isinstance(values, tuple) else (values,):
+        if isinstance(value, Tensor) and value.requires_grad and value.ndim == 3 and value.shape[:2] == (1, 2):
+            return value
+    return None
+
+
+def _mixes(given: Tensor, made: Tensor) -> bool:
+    """[1, 2, *] -> [1, 2, *]: whether a token's row depends on the other's."""
+    for token in (0, 1):
+        row = made[0, token].square().sum()
+        (grad,) = torch.autograd.grad(row, given, retain_graph=True, allow_unused=True)
+        if grad is not None and bool(grad[0, 1 - token].any()):
+            return True
+    return False
 
 
 @torch.no_grad()
@@ -230,10 +308,7 @@ def _check_slices(model: nn.Module, kernel: ChosenKernel) -> None:
     """
     if next(model.parameters()).device.type == "meta":
         return
-    positions = (
-        1,
-        max(2, (getattr(_unwrap(model).config.get_text_config(), "max_position_embeddings", None) or 3) - 1),
-    )
+    positions = (1, max(2, (position_limit(_unwrap(model).config) or 3) - 1))
     drawn: list[Tensor] = []
     shown = slice(0, 2)
 
@@ -266,19 +341,24 @@ def _check_slices(model: nn.Module, kernel: ChosenKernel) -> None:
         hook.remove()
 
 
+@torch.no_grad()
+def _check_first_position(model: nn.Module, kernel: ChosenKernel) -> None:
+    """A sequence's first token is at position 0, as in a forward without position_ids; rope alone would not care."""
+    if next(model.parameters()).device.type == "meta":
+        return
+    given, counted = Probe(kernel), Probe(kernel)
+    with _mode(model, training=False):
+        logits = [_forward(model, given), _forward(model, counted, None)]
+    values = [[seen[2] for seen in probe.seen] for probe in (given, counted)]
+    if not all(map(_alike, *values)) or not _alike(*logits):
+        raise ModelError(
+            f"{type(model).__name__} counts the positions of two tokens otherwise than 0 and 1",
+            allowed="a model whose first token is at position 0",
+            remedy="train this model without basp",
+        )
+
+
 def _alike(a: Tensor, b: Tensor) -> bool:
     # Wide enough for products of one row and of two, which are rounded differently; faults are of the tensor's size.
     tolerance = 8 * torch.finfo(a.dtype).eps ** 0.75
     return float((a - b).double().abs().max()) <= tolerance * float(a.double().abs().max())
-
-
-def _check_rope(model: PreTrainedModel) -> None:
-    """Rope whose angles depend on the length of what is on the rank, once that passes max_position_embeddings."""
-    parameters = getattr(_unwrap(model).config.get_text_config(), "rope_parameters", None) or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    if any(kind.get("rope_type") == "dynamic" for kind in kinds):
-        raise ModelError(
-            f"{type(model).__name__} has rope of type dynamic, whose angles follow the longest position on the rank",
-            allowed="rope whose angles follow from a token's position alone (default, linear, llama3, yarn)",
-            remedy="set config.rope_parameters to one of these, or train it without basp",
-        )

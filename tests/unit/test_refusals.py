@@ -323,6 +323,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             "HunYuanVL": {},
         }.items()
     },
+    "a mask rule of its own: GIT": ("Git", {}, ("a mask rule of its own for the layers of Git",)),
     "a config and a mask that differ: PaliGemma": (
         "PaliGemmaForConditionalGeneration",
         {"model_type": "gemma", "head_dim": 8},

@@ -252,7 +252,7 @@ def by_turns(cases: Sequence[Case]) -> list[Case]:
 def test_kf14_kf18_kf31_every_family_equals_one_process(family: str, ranks: int) -> None:
     """In float64 without the models' casts, and in float32 as shipped with a router that takes every expert."""
     rest = [*packed_cases(family, ranks), *as_shipped(some_cases(family, ranks))]
-    run_ranks(ranks, hold, [*all_cases(family, ranks), *by_turns(rest)])
+    run_ranks(ranks, hold, [*all_cases(family, ranks), *by_turns(rest)], timeout=110)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -295,4 +295,4 @@ def test_kf14_windows_with_more_than_one_block_of_queries(ranks: int) -> None:
 def test_kf40_a_model_that_peft_wraps(ranks: int) -> None:
     """LoRA on Llama, Mistral with a window and gpt-oss: as wrapped, and only the adapters are trained."""
     cases = [case for family in ("llama", "mistral", "gpt-oss") for case in some_cases(family, ranks)]
-    run_ranks(ranks, hold, by_turns([*cases, *as_shipped(some_cases("gpt-oss", ranks))]), _lora)
+    run_ranks(ranks, hold, by_turns([*cases, *as_shipped(some_cases("gpt-oss", ranks))]), _lora, timeout=110)

@@ -20,6 +20,7 @@ from basp.attention import Context, find_kernel
 from basp.batches import IGNORED, Batch, Sequences, read_batches
 from basp.collectives import ByteCounter
 from basp.errors import BatchError, ConfigError, DisagreementError, ModelError
+from basp.fit import check_averaging, check_inputs, checkpoints_reentrantly
 from basp.losses import share_of_mean, share_of_router_loss, sum_token_losses
 from basp.plans import Ints, Plan
 from basp.strategies import STRATEGIES, Strategy, find_strategy
@@ -182,11 +183,13 @@ class SequenceParallel:
         of experts whose config has ``output_router_logits`` adds its load-balancing loss over the whole micro-batch.
 
         Raises:
-            ModelError: the model's attention did not use the step: it was not prepared.
+            ModelError: the model's attention did not use the step: it was not prepared; or DDP or FSDP2 averages its
+                gradients over other ranks than those that the share is scaled for.
             BatchError: a token id or label that the model's vocabulary does not have, or a sequence longer than its
                 positions; raised on every rank.
         """
-        _check_fit(model, step)
+        check_inputs(model, step.input_ids.device, highest_id=step.highest_id, longest=step.longest)
+        check_averaging(model, self.average_ranks)
         before = step.context.attended
         outputs = model(**step.inputs)
         if step.context.attended == before:
@@ -228,7 +231,7 @@ class SequenceParallel:
                 allowed="models that give router_logits and have a router_aux_loss_coef (Mixtral, Qwen3-MoE, gpt-oss)",
                 remedy="set config.output_router_logits = False to train without a router loss",
             )
-        if torch.is_grad_enabled() and _checkpoints_reentrantly(model):
+        if torch.is_grad_enabled() and checkpoints_reentrantly(model):
             raise ModelError(
                 "router logits without a gradient: reentrant checkpointing has cut them off from the graph",
                 allowed="non-reentrant checkpointing together with a router loss",
@@ -318,48 +321,6 @@ class SequenceParallel:
             weight=weight,
             highest_id=whole.highest_id,
             longest=whole.longest,
-        )
-
-
-def _checkpoints_reentrantly(model: Any) -> bool:
-    """Whether any module does: what is kept of its forward, as router logits are, then has no graph."""
-    return any(
-        module.training
-        and getattr(module, "gradient_checkpointing", False)
-        and getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant", False)
-        for module in model.modules()
-    )
-
-
-def position_limit(config: Any) -> int | None:
-    """Tokens of the longest sequence that a transformers model of this config has positions for; None: any number."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def _check_fit(model: Any, step: Step) -> None:
-    """Refuse on every rank what the embeddings cannot take: else the one that meets it fails, and the others wait."""
-    model = getattr(model, "module", model)  # DistributedDataParallel
-    limit = position_limit(model.config) if hasattr(model, "config") else None
-    if limit is not None and step.longest > limit:
-        raise BatchError(
-            f"a sequence of {step.longest} tokens for a model of max_position_embeddings {limit}",
-            allowed=f"at most {limit}",
-            remedy="shorten it, or raise max_position_embeddings (with rope scaling) in the model's config",
-        )
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    vocabulary = getattr(embeddings, "num_embeddings", None)
-    if vocabulary is not None and step.highest_id >= vocabulary:
-        raise BatchError(
-            f"token id or label {step.highest_id} for a vocabulary of {vocabulary}",
-            allowed=f"ids from 0 to {vocabulary - 1}",
-            remedy="use the model's own tokenizer, or resize its embeddings",
-        )
-    weight = getattr(embeddings, "weight", None)
-    if weight is not None and weight.device.type not in (step.input_ids.device.type, "meta"):
-        raise ModelError(
-            f"a model on {weight.device} and a step on {step.input_ids.device}",
-            allowed="both on one device",
-            remedy="pass SequenceParallel(..., device=...) the model's device",
         )
 
 

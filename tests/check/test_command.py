@@ -53,6 +53,10 @@ def cut_the_config(folder: Path) -> None:
     config.write_text(config.read_text()[:40])
 
 
+def spoil_the_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
 def say(**values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = folder / "config.json"
@@ -69,8 +73,12 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
         "spoilt' is incomplete: No such file or directory: .*model-00001-of-",
     ),
     "a weight file cut short": (cut_a_file, "spoilt' is incomplete: .*not fully covered"),
+    "an index of nothing": (spoil_the_index, "spoilt' is incomplete: model.safetensors.index.json has no weight_map"),
     "half a config": (cut_the_config, "spoilt/config.json' cannot be read: Unterminated"),
     "unknown architecture": (say(model_type="lamma"), "unknown model 'lamma': .*spoilt/config.json'.*write 'llama'"),
+    "no architecture": (say(model_type=None), "spoilt/config.json' has no model_type"),
+    "no layers": (say(num_hidden_layers=0), "llama has num_hidden_layers 0"),
+    "no vocabulary": (say(vocab_size=0), "llama has vocab_size 0"),
     "no language model": (say(model_type="vit"), "unknown model 'vit': transformers has no causal LM"),
     "heads": (say(num_attention_heads=6, num_key_value_heads=4), "has 6 query heads and 4 kv heads"),
     "more kv heads": (say(num_key_value_heads=4), "has 2 query heads and 4 kv heads"),
@@ -105,7 +113,9 @@ def test_a_spoilt_checkpoint_is_refused(case: str, flags: list[str], tmp_path: P
         (["--lengths", "0"], "sequence 0 has 0 tokens"),
         (["--lengths", "4,0"], "sequence 1 has 0 tokens"),
         (["--lengths", "-3"], "sequence 0 has -3 tokens"),
+        (["--lengths", "7,17"], "17 tokens with a model of max_position_embeddings 16"),
         (["--lengths", "7,17", "--full"], "17 tokens with a model of max_position_embeddings 16"),
+        (["--full", "--lengths", "7"], r"has no \*\.safetensors"),
         (["--batch", "0"], "batch is 0"),
         (["--ranks", "0"], "ranks is 0"),
     ],

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import basp
 from basp.casts import keep_float64
+from basp.errors import ModelError
 from tests.support import oracle
 from tests.support.models import mean_gradients, random_batch, tiny_model
 from tests.support.ranks import run_ranks
@@ -168,6 +169,23 @@ def _ddp(rank: int, world: int, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(("ranks", "names"), [(3, ("sp",)), (4, ("dp_replicate", "sp"))])
 def test_kf05_ddp_over_all_ranks_equals_one_process(ranks, names):
     run_ranks(ranks, _ddp, names)
+
+
+def _over_some_ranks(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "sp"))
+    sp = basp.SequenceParallel(mesh)
+    step = sp.shard(GROUP_BATCHES[mesh.get_local_rank("dp_shard")][0])
+    for name in ("dp_shard", "sp"):
+        ddp = DistributedDataParallel(basp.prepare(tiny_model("qwen2"), sp), process_group=mesh.get_group(name))
+        sharded = shard(basp.prepare(tiny_model("qwen2"), sp), mesh[name])
+        for model in (ddp, sharded):
+            with pytest.raises(ModelError, match="averaged over 2 ranks") as refused:
+                sp.loss(model, step)
+            assert "the 4 that share a step" in str(refused.value)
+
+
+def test_kf05_averaging_over_some_of_the_ranks_is_refused():
+    run_ranks(4, _over_some_ranks)
 
 
 # -- gradient norm, bfloat16 -------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ LAYERS = [
     {"exchange"},
     {"collectives", "agreement", "losses"},
     {"attention"},
+    {"fit"},
     {"parallel"},
     {"hf"},
     {"data"},

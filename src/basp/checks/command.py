@@ -22,6 +22,7 @@ from basp.checks.shrink import shrink
 from basp.checks.subject import SEED, Subject, build, find_subject
 from basp.checks.trace import Trace
 from basp.errors import ConfigError
+from basp.fit import position_limit
 from basp.hf import prepare
 from basp.parallel import SequenceParallel
 from basp.strategies import STRATEGIES
@@ -103,16 +104,14 @@ def _subject(model: str | PreTrainedConfig | PreTrainedModel, *, full: bool, lon
             subject = replace(subject, weights=str(folder))
     else:
         subject = find_subject(model)
-    if not full:
-        return replace(subject, config=shrink(subject.config, longest=longest), weights=None)
-    positions = getattr(subject.text, "max_position_embeddings", None)
+    positions = position_limit(subject.config)
     if positions is not None and longest > positions:
         raise ConfigError(
             f"a sequence of {longest} tokens with a model of max_position_embeddings {positions}",
-            allowed=f"at most {positions} with --full (full=True)",
-            remedy="shorten it, or raise max_position_embeddings in the model's config",
+            allowed=f"at most {positions}",
+            remedy="pass shorter lengths, or raise max_position_embeddings in the model's config",
         )
-    return subject
+    return subject if full else replace(subject, config=shrink(subject.config, longest=longest), weights=None)
 
 
 def _data(lengths: Sequence[int], vocabulary: int) -> tuple[list[Any], list[Any]]:

@@ -36,7 +36,7 @@ def shrink(config: PreTrainedConfig, *, longest: int) -> PreTrainedConfig:
 
     Args:
         config: of a causal LM.
-        longest: tokens of the longest sequence. Positions suffice for it, and a sliding window becomes shorter than it.
+        longest: tokens of the longest sequence. A sliding window becomes shorter than it.
 
     Raises:
         ModelError: the small sizes do not fit this architecture.
@@ -56,9 +56,6 @@ def shrink(config: PreTrainedConfig, *, longest: int) -> PreTrainedConfig:
         values[name] = None
     if _is_size(values.get("sliding_window")):
         values["sliding_window"] = min(values["sliding_window"], max(1, longest // 3))
-    positions: Any = getattr(config, "max_position_embeddings", None)
-    if _is_size(positions):
-        put("max_position_embeddings", max(positions, longest))
     _shrink_rope(values)
     try:
         return type(config).from_dict(values)

@@ -105,6 +105,12 @@ def _make(subject: Subject, dtype: torch.dtype) -> Any:
         config._attn_implementation = "eager"
         made = maker(config) if subject.model_class else maker.from_config(config)
         return made.to(dtype)
+    if not any(Path(subject.weights).glob("*.safetensors")):
+        raise ModelError(
+            f"the checkpoint in {subject.weights!r} has no *.safetensors",
+            allowed="weights in safetensors files, beside its config.json",
+            remedy="complete the download or convert the weights, or leave --full out to check a small random model",
+        )
     model, told = maker.from_pretrained(
         subject.weights,
         dtype=dtype,
@@ -141,8 +147,14 @@ def _read_config(path: Path) -> PreTrainedConfig:
             remedy="check the path, and that the download is complete",
         ) from error
     model_type = values.get("model_type") if isinstance(values, dict) else None
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise _unknown(str(model_type), f"it is the model_type of {str(path)!r}")
+    if not isinstance(model_type, str):
+        raise ModelError(
+            f"{str(path)!r} has no model_type",
+            allowed="a config.json as save_pretrained writes it",
+            remedy="add the model_type of its architecture",
+        )
+    if model_type not in CONFIG_MAPPING:
+        raise _unknown(model_type, f"it is the model_type of {str(path)!r}")
     if "num_attention_heads" in values:  # transformers may divide by it
         _check_heads(str(path), values["num_attention_heads"], values.get("num_key_value_heads"))
     return _made(str(path), AutoConfig.for_model, **values)
@@ -198,13 +210,11 @@ def _language_model(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _check_weights(folder: Path) -> None:
     """Every weight file of a checkpoint is there and whole, as far as its header says."""
-    index = folder / "model.safetensors.index.json"
     try:
-        listed = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
-        for name in sorted(listed | {path.name for path in folder.glob("*.safetensors")}):
+        for name in sorted(_listed(folder) | {path.name for path in folder.glob("*.safetensors")}):
             with safe_open(folder / name, framework="pt"):
                 pass
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"the checkpoint in {str(folder)!r} is incomplete: {_sentence(error)}",
             allowed="every file of its index, each of them whole",
@@ -212,8 +222,26 @@ def _check_weights(folder: Path) -> None:
         ) from error
 
 
+def _listed(folder: Path) -> set[str]:
+    """Names of weight files in a checkpoint's index, if it has one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return set()
+    content = json.loads(index.read_text(encoding="utf-8"))
+    weights = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weights, dict):
+        raise ValueError(f"{index.name} has no weight_map")
+    return {str(name) for name in weights.values()}
+
+
 def _checked(subject: Subject) -> Subject:
-    """Refuse head counts that make no sense: shrinking would hide them."""
+    """Refuse sizes and head counts that make no sense: shrinking would hide them."""
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        size = getattr(subject.text, name, 1)
+        if not isinstance(size, int) or size < 1:
+            raise ModelError(
+                f"{subject.name} has {name} {size}", allowed="a whole number from 1", remedy="correct it in its config"
+            )
     heads = getattr(subject.text, "num_attention_heads", None)
     if heads is None:
         raise ModelError(

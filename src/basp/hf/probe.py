@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 
 from basp.attention.kernels import ChosenKernel
 from basp.errors import ModelError
+from basp.fit import position_limit
 from basp.hf.declared import check_cross_attention, check_declared
 from basp.hf.function import NAME, NoStepError, Probe, register
-from basp.parallel import SequenceParallel, position_limit
+from basp.parallel import SequenceParallel
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from basp.data.tokenizers import Tokenizer
 from basp.errors import BaspError, ConfigError, ModelError
 from basp.files import written_whole
-from basp.parallel import position_limit
+from basp.fit import position_limit
 from basp.train.config import TrainConfig
 from basp.train.settings import nearest_name
 

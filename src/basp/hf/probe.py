@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from basp.attention.kernels import ChosenKernel
 from basp.errors import ModelError
-from basp.fit import position_limit
 from basp.hf.declared import check_cross_attention, check_declared
 from basp.hf.function import NAME, NoStepError, Probe, register
+from basp.hf.meeting import check_first_position, check_mixing, check_slices, find_mixing, forward, in_mode, unwrap
 from basp.parallel import SequenceParallel
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -44,7 +44,7 @@ def prepare(model: _Model, sp: SequenceParallel) -> _Model:
             executor or the kernel cannot honour (dropout, a mask, chunks, cross attention, a choice of keys, three
             positions for each token); names the layer.
     """
-    base = _unwrap(model)
+    base = unwrap(model)
     if not isinstance(base, PreTrainedModel):
         raise ModelError(
             f"a {type(base).__name__}",
@@ -67,58 +67,22 @@ def prepare(model: _Model, sp: SequenceParallel) -> _Model:
         check_cross_attention(base, [names[module] for module in probe.calls])
         _check_layers(model, probe)
         _check_axes(model, probe)
-        _check_mixing(model, sp.kernel)
-        _check_slices(model, sp.kernel)
-        _check_first_position(model, sp.kernel)
+        check_mixing(model, sp.kernel)
+        check_slices(model, sp.kernel)
+        check_first_position(model, sp.kernel)
     except BaseException:
         base.set_attn_implementation(before)  # a refused model stays as it was
         raise
     return model
 
 
-def _unwrap(model: Any) -> Any:
-    """The transformers model in a PEFT one; else the model itself."""
-    configs = getattr(model, "peft_config", None)
-    if isinstance(model, PreTrainedModel) or configs is None:
-        return model
-    if any(config.is_prompt_learning for config in configs.values()):
-        raise ModelError(
-            f"a {type(model).__name__} that puts tokens of its own before a sequence (prompt or prefix tuning)",
-            allowed="adapters inside the layers, such as LoRA",
-            remedy="use another PEFT method, or train this model without basp",
-        )
-    return model.get_base_model()
-
-
-def _forward(model: nn.Module, probe: Probe, positions: tuple[int, ...] | None = (0, 1)) -> Tensor:
-    """Logits of as many tokens of id 0; positions of None leave two tokens to the model's own counting."""
-    device = next(model.parameters()).device
-    ids = torch.zeros(1, len(positions or (0, 1)), dtype=torch.int64, device=device)
-    at = None if positions is None else torch.tensor([positions], device=device)
-    return model(input_ids=ids, position_ids=at, use_cache=False, basp_context=probe).logits
-
-
-@contextmanager
-def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Every module in that mode; each its own mode, and the random state, as before afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    devices = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
-    with torch.random.fork_rng(devices=devices):
-        model.train(training)
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-
-
 @torch.no_grad()
 def _run_probe(model: nn.Module, kernel: ChosenKernel) -> Probe:
     probe = Probe(kernel, backward=any(parameter.requires_grad for parameter in model.parameters()))
     try:
-        with _mode(model, training=True), _positions_noted(model, probe):  # a layer asks for dropout only in training
+        with in_mode(model, training=True), _positions_noted(model, probe):  # a layer asks for dropout only in training
             before = _random_states(model)
-            _forward(model, probe)
+            forward(model, probe)
             if not all(map(torch.equal, before, _random_states(model))):
                 raise _drawn(model)
     except NoStepError as error:
@@ -201,7 +165,7 @@ def _drawn(model: nn.Module) -> ModelError:
 
 
 def _check_layers(model: nn.Module, probe: Probe) -> None:
-    layers = _unwrap(model).config.get_text_config().num_hidden_layers
+    layers = unwrap(model).config.get_text_config().num_hidden_layers
     names = {id(module): name for name, module in model.named_modules()}
     seen = sorted(names[module] for module in probe.calls)
     twice = [f"{calls} times in {names[module]}" for module, calls in probe.calls.items() if calls > 1]
@@ -219,7 +183,7 @@ def _check_layers(model: nn.Module, probe: Probe) -> None:
 def _where_without(model: nn.Module, probe: Probe) -> str:
     """The first module in which tokens meet without the attention function, or the first layer that did not call it."""
     try:
-        where = _find_mixing(model, probe.kernel)
+        where = find_mixing(model, probe.kernel)
     except Exception:  # it only adds to a refusal, and this model may not even run in evaluation mode
         where = None
     if where:
@@ -231,135 +195,3 @@ def _where_without(model: nn.Module, probe: Probe) -> str:
                 if not any(each.startswith(f"{name}.{place}.") for each in called):
                     return f"; not in {name}.{place} ({type(layer).__name__})"
     return ""
-
-
-def _check_mixing(model: nn.Module, kernel: ChosenKernel) -> None:
-    """The probe's attention returns zeros: tokens that still meet do so elsewhere."""
-    where = _find_mixing(model, kernel)
-    if where is not None:
-        raise ModelError(
-            f"{type(model).__name__} mixes tokens outside of its attention{where}",
-            allowed="a model whose tokens meet in attention only",
-            remedy="a state space, a convolution or linear attention beside attention needs the whole "
-            "sequence on one rank: train this model without basp",
-        )
-
-
-def _find_mixing(model: nn.Module, kernel: ChosenKernel) -> str | None:
-    """The first module in which tokens meet outside of attention, for a message; None if they do not.
-
-    The probe's attention returns zeros: a token whose logits still depend on another's embedding mixes elsewhere. A
-    derivative that is not exactly 0 shows it, whatever the sizes of the numbers.
-    """
-    if next(model.parameters()).device.type == "meta":
-        return None
-    embedded: list[Tensor] = []
-    passed: list[tuple[str, Tensor, Tensor]] = []
-
-    def embed(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
-        embedded.append(torch.randn_like(out).requires_grad_())  # a padding token's own embedding may be 0
-        return embedded[-1].clone()  # a model may scale it in place
-
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            given, made = _hidden_states((*args, *kwargs.values())), _hidden_states(out)
-            if given is not None and made is not None:
-                passed.append((f", in {name} ({type(module).__name__})", given, made))
-
-        return hook
-
-    hooks = [_unwrap(model).get_input_embeddings().register_forward_hook(embed)]
-    hooks += [
-        module.register_forward_hook(watch(name), with_kwargs=True) for name, module in model.named_modules() if name
-    ]
-    try:
-        with torch.enable_grad(), _mode(model, training=False):
-            logits = _forward(model, Probe(kernel))
-            if not _mixes(embedded[0], logits):
-                return None
-            return next((name for name, given, made in passed if _mixes(given, made)), "")
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _hidden_states(values: Any) -> Tensor | None:
-    """The first of what a module takes or gives that has a row for each of two tokens, and a gradient."""
-    for value in values if isinstance(values, tuple) else (values,):
-        if isinstance(value, Tensor) and value.requires_grad and value.ndim == 3 and value.shape[:2] == (1, 2):
-            return value
-    return None
-
-
-def _mixes(given: Tensor, made: Tensor) -> bool:
-    """[1, 2, *] -> [1, 2, *]: whether a token's row depends on the other's."""
-    for token in (0, 1):
-        row = made[0, token].square().sum()
-        (grad,) = torch.autograd.grad(row, given, retain_graph=True, allow_unused=True)
-        if grad is not None and bool(grad[0, 1 - token].any()):
-            return True
-    return False
-
-
-@torch.no_grad()
-def _check_slices(model: nn.Module, kernel: ChosenKernel) -> None:
-    """A token brings the same queries, keys and values to attention whichever other tokens are on its rank.
-
-    Two tokens far apart run together, then each alone. Position 0 would not do: a rotation by it is the identity.
-    """
-    if next(model.parameters()).device.type == "meta":
-        return
-    positions = (1, max(2, (position_limit(_unwrap(model).config) or 3) - 1))
-    drawn: list[Tensor] = []
-    shown = slice(0, 2)
-
-    def draw(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
-        if not drawn:
-            drawn.append(torch.randn_like(out) * out.std().clamp(min=0.02))
-        return drawn[0][:, shown].clone()
-
-    def seen_by(*at: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        probe = Probe(kernel)
-        _forward(model, probe, at)
-        return probe.seen
-
-    hook = _unwrap(model).get_input_embeddings().register_forward_hook(draw)
-    try:
-        with _mode(model, training=False):
-            together = seen_by(*positions)
-            for token, position in enumerate(positions):
-                shown = slice(token, token + 1)
-                for layer, (whole, alone) in enumerate(zip(together, seen_by(position), strict=True)):
-                    if not all(_alike(a[:, :, shown], b) for a, b in zip(whole, alone, strict=True)):
-                        raise ModelError(
-                            f"{type(model).__name__} gives a token other queries, keys or values in layer {layer} when "
-                            "another token is beside it",
-                            allowed="a model in which they follow from the token and its position_ids alone",
-                            remedy="positions that it counts itself, a convolution before attention, or rope of type "
-                            "longrope need the whole sequence on one rank: train this model without basp",
-                        )
-    finally:
-        hook.remove()
-
-
-@torch.no_grad()
-def _check_first_position(model: nn.Module, kernel: ChosenKernel) -> None:
-    """A sequence's first token is at position 0, as in a forward without position_ids; rope alone would not care."""
-    if next(model.parameters()).device.type == "meta":
-        return
-    given, counted = Probe(kernel), Probe(kernel)
-    with _mode(model, training=False):
-        logits = [_forward(model, given), _forward(model, counted, None)]
-    values = [[seen[2] for seen in probe.seen] for probe in (given, counted)]
-    if not all(map(_alike, *values)) or not _alike(*logits):
-        raise ModelError(
-            f"{type(model).__name__} counts the positions of two tokens otherwise than 0 and 1",
-            allowed="a model whose first token is at position 0",
-            remedy="train this model without basp",
-        )
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    # Wide enough for products of one row and of two, which are rounded differently; faults are of the tensor's size.
-    tolerance = 8 * torch.finfo(a.dtype).eps ** 0.75
-    return float((a - b).double().abs().max()) <= tolerance * float(a.double().abs().max())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tyro
@@ -46,25 +46,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_overview(), file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
-    if arguments[0] == "--version":
+    if arguments[:1] == ["--version"]:
         print(f"basp {basp.__version__}")
         return 0
+    about = "Batch-aware sequence parallelism: train language models on long documents."
+    return _choose("basp", f"{about}\nbasp --version prints the version.", COMMANDS, arguments)
+
+
+def _choose(program: str, about: str, commands: dict[str, Command], arguments: list[str]) -> int:
+    """Run the command that ``arguments`` begin with, or show which there are."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview(program, about, commands), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
     name, *rest = arguments
-    check_name("the command", name, COMMANDS)
-    return COMMANDS[name].run(rest)
+    check_name("the command", name, commands)
+    return commands[name].run(rest)
 
 
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+def _overview(program: str, about: str, commands: dict[str, Command]) -> str:
+    width = max(map(len, commands))
+    lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in commands.items())
     return (
-        "usage: basp COMMAND [OPTIONS]\n\n"
-        "Batch-aware sequence parallelism: train language models on long documents.\n\n"
-        f"commands:\n{commands}\n\n"
-        "basp COMMAND --help lists a command's options; basp --version prints the version."
+        f"usage: {program} COMMAND [OPTIONS]\n\n{about}\n\n"
+        f"commands:\n{lines}\n\n{program} COMMAND --help lists a command's options."
     )
 
 
@@ -285,6 +289,38 @@ def _check(arguments: list[str]) -> int:
     return 0 if report.ok else 1
 
 
+# ---- basp lab ------------------------------------------------------------------------------------------------------
+
+
+def _lab(arguments: list[str]) -> int:
+    from basp.lab.command import LAB_COMMANDS
+
+    # What follows -- belongs to the command that is run, letter for letter.
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own, given = arguments[:end], tuple(arguments[end + 1 :])
+
+    def runner(name: str) -> Callable[[list[str]], int]:
+        def run(rest: list[str]) -> int:
+            options = _parse(LAB_COMMANDS[name].options, f"lab {name}", rest)
+            if given:
+                options = _with_command(name, options, given)
+            return LAB_COMMANDS[name].run(options)
+
+        return run
+
+    about = "An emulated cluster on this machine: nodes joined by links of a chosen rate. Needs root, on Linux."
+    commands = {name: Command(each.summary, runner(name)) for name, each in LAB_COMMANDS.items()}
+    return _choose("basp lab", about, commands, own)
+
+
+def _with_command(name: str, options: Any, given: tuple[str, ...]) -> Any:
+    if name != "run":
+        raise ConfigError(
+            f"'basp lab {name}' with a command", allowed="its options", remedy="leave out what follows --"
+        )
+    return replace(options, command=(*options.command, *given))
+
+
 class Command(NamedTuple):
     """A subcommand: one line for the overview, and what runs its arguments and returns an exit code."""
 
@@ -296,4 +332,5 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train a model; starts its own local ranks, or joins torchrun's", _train),
     "check": Command("compare one process with N ranks on a model: loss, logits, every gradient", _check),
     "plan": Command("show how a batch is laid out over ranks and what that sends", _plan),
+    "lab": Command("an emulated cluster on this machine: make it, run ranks in it, change its links", _lab),
 }

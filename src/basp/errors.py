@@ -65,3 +65,7 @@ class DataError(BaspError, ValueError):
 
 class TrainingError(BaspError, RuntimeError):
     """A run that had to stop: a loss that is not finite, a rank that died."""
+
+
+class LabError(BaspError, RuntimeError):
+    """An emulated cluster that this machine or this process cannot have, or that could not be removed."""

@@ -20,6 +20,7 @@ AS_BUILTIN = {
     "ConfigError": ValueError,
     "DataError": ValueError,
     "TrainingError": RuntimeError,
+    "LabError": RuntimeError,
 }
 
 

@@ -34,6 +34,7 @@ LAYERS = [
     {"train"},
     {"casts"},
     {"checks"},
+    {"lab"},
     {"cli"},
     {"__main__"},
 ]
@@ -41,8 +42,8 @@ LAYERS = [
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-READS_ENVIRONMENT = {"train/launch.py", "cli.py"}
-"""A launcher is told its rank by the environment; everything else by arguments."""
+READS_ENVIRONMENT = {"train/launch.py", "lab/ranks.py", "cli.py"}
+"""A launcher is told its rank by the environment, or tells it; everything else goes by arguments."""
 
 
 def tree(path: Path) -> ast.Module:

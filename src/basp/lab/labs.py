@@ -31,9 +31,9 @@ class Lab:
         shape: its ``nodes`` and ``ranks_per_node``.
     """
 
-    def __init__(self, name: str, shape: Shape, *, watched: bool = False) -> None:
+    def __init__(self, name: str, shape: Shape, *, mark: str | None = None) -> None:
         self.name, self.shape = name, shape
-        self._watched, self._runs = watched, list[Run]()
+        self._owner, self._runs = mark, list[Run]()
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, show_all: bool = False) -> Run:
         """Start ``command`` on every rank, each told its place as torchrun tells it, and do not wait for it.
@@ -46,7 +46,9 @@ class Lab:
         Raises:
             ConfigError: there is no such program.
         """
-        run = Run(self.name, self.shape, command, env=env, show_all=show_all, watched=not self._watched)
+        mark = f"{self._owner or ''}-{secrets.token_hex(8)}"
+        owned = self._owner is not None  # then the lab's watcher ends its runs as well
+        run = Run(self.name, self.shape, command, env=env, show_all=show_all, mark=mark, watched=not owned)
         self._runs.append(run)
         return run
 
@@ -125,8 +127,9 @@ class Cluster:
         self._name = secrets.token_hex(4) if name is None else check_name(name)
 
     def __enter__(self) -> Lab:
-        self._watcher = _make(self._name, self._shape, self._rate)
-        self._lab = Lab(self._name, self._shape, watched=True)
+        mark = secrets.token_hex(8)
+        self._watcher = _make(self._name, self._shape, self._rate, mark)
+        self._lab = Lab(self._name, self._shape, mark=mark)
         return self._lab
 
     def __exit__(self, *_: Any) -> None:
@@ -138,7 +141,7 @@ class Cluster:
 def start_lab(*, nodes: int, ranks_per_node: int, link: str, name: str) -> Lab:
     """Make a lab that stays, whatever becomes of this process, until ``remove_lab``."""
     shape, rate = check_shape(nodes, ranks_per_node), parse_rate(link)
-    _make(check_name(name), shape, rate).dismiss()
+    _make(check_name(name), shape, rate, secrets.token_hex(8)).dismiss()
     return Lab(name, shape)
 
 
@@ -188,12 +191,11 @@ def remove_all_labs() -> list[str]:
     return names
 
 
-def _make(name: str, shape: Shape, rate: int) -> Watcher:
+def _make(name: str, shape: Shape, rate: int, mark: str) -> Watcher:
     """Bring a lab up, under a watcher that is there before anything that it may have to remove."""
     network.check_able()
     if sweep.namespaces_of(name):
         raise network.name_taken(name)
-    mark = secrets.token_hex(8)
     watcher = Watcher(mark, name)
     try:
         network.build(name, shape, rate, mark)

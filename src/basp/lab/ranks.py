@@ -39,6 +39,7 @@ class Run:
         command: the program and its arguments; no shell.
         env: variables beside this process's own and those that torchrun sets.
         show_all: show every rank's output, each line with its rank before it.
+        mark: by which its processes are found, unlike any other run's.
         watched: start a watcher, because no other would end the ranks when this process is killed.
     """
 
@@ -50,17 +51,18 @@ class Run:
         *,
         env: Mapping[str, str] | None = None,
         show_all: bool = False,
+        mark: str,
         watched: bool,
     ) -> None:
-        self._shape, self._mark = shape, secrets.token_hex(8)
+        self._shape, self._mark = shape, mark
         self._ranks: list[_Rank] = []
         self._failed: set[int] = set()
         threads = {"OMP_NUM_THREADS": str(threads_for(shape.ranks))}
         # Below the ports that the kernel gives to those who ask for any; two runs in one lab hardly draw the same.
         port = 20_000 + secrets.randbelow(10_000)
-        given = {**(env or {}), sweep.MARK: self._mark}
+        given = {**(env or {}), sweep.MARK: mark}
         _check_command(command, {**os.environ, **given})
-        self._watcher = Watcher(self._mark) if watched else None
+        self._watcher = Watcher(mark) if watched else None
         try:
             for rank in range(shape.ranks):
                 told = {**threads, **os.environ, **rank_environment(rank, shape, master_port=port), **given}

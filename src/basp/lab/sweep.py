@@ -21,7 +21,8 @@ NAMESPACES = "/var/run/netns"  # where iproute2 keeps them
 PREFIX = "basp-"
 SWITCH = "-switch"
 MARK = "BASP_LAB_RUN"
-"""The variable by which processes of a run, and of a lab's setup, are found wherever they went."""
+"""The variable by which processes of a lab's setup and of its runs are found, wherever they are: also on their way into
+a namespace. A run's mark begins with that of the lab's owner."""
 
 READY = b"ready"
 """What the program writes to its standard output, and closes it, when it has begun to wait."""
@@ -64,9 +65,9 @@ def processes_in(namespaces: list[str]) -> list[int]:
 
 
 def processes_marked(mark: str) -> list[int]:
-    """Processes that were started with this mark or descend from one that was, other than this one."""
-    entry = f"{MARK}={mark}".encode()
-    return [pid for pid in _others() if entry in _environment(pid).split(b"\0")]
+    """Processes that were started with a mark that begins so, and what descends from them, other than this one."""
+    start = f"\0{MARK}={mark}".encode()
+    return [pid for pid in _others() if start in b"\0" + _environment(pid)]
 
 
 def end_marked(mark: str) -> bool:

@@ -104,6 +104,7 @@ def test_after_sigkill_of_a_rank_the_others_end_and_nothing_is_left(name: str, t
             wait_for(tmp_path, 4, run)
             os.kill(run.pids[3], signal.SIGKILL)
             assert run.wait(timeout=60) == 128 + signal.SIGKILL
+            assert run.wait(timeout=60) == run.poll() == 128 + signal.SIGKILL
         assert "rank 3 on node 1 was ended by SIGKILL" in run.failures()
         assert cluster.processes() == []
     assert leftovers(name) == []

@@ -56,7 +56,7 @@ class Run:
     ) -> None:
         self._shape, self._mark = shape, mark
         self._ranks: list[_Rank] = []
-        self._failed: set[int] = set()
+        self._failed: dict[int, int] = {}
         threads = {"OMP_NUM_THREADS": str(threads_for(shape.ranks))}
         # Below the ports that the kernel gives to those who ask for any; two runs in one lab hardly draw the same.
         port = 20_000 + secrets.randbelow(10_000)
@@ -79,13 +79,14 @@ class Run:
 
     def poll(self) -> int | None:
         """None while ranks run and none has failed; else the code of the first that failed, or 0."""
-        codes = [rank.process.poll() for rank in self._ranks]
-        failed = [code for code in codes if code]
-        if failed:
-            self._failed = self._failed or {rank for rank, code in enumerate(codes) if code}
-            # A rank that a signal ended is the cause: its peers lose their connections to it within milliseconds.
-            return next((128 - code for code in failed if code < 0), failed[0])
-        return None if None in codes else 0
+        if not self._failed:  # those that fail later do so because of these
+            codes = {rank.number: rank.process.poll() for rank in self._ranks}
+            self._failed = {rank: code for rank, code in codes.items() if code}
+            if not self._failed:
+                return None if None in codes.values() else 0
+        failed = list(self._failed.values())
+        # A rank that a signal ended is the cause: its peers lose their connections to it within milliseconds.
+        return next((128 - code for code in failed if code < 0), failed[0])
 
     def wait(self, timeout: float | None = None) -> int:
         """The command's exit code: that of the first rank that failed, by a signal 128 + its number; else 0.

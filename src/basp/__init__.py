@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from basp import lab
     from basp.checks import check
     from basp.hf import prepare
     from basp.parallel import SequenceParallel, Step
@@ -26,15 +27,17 @@ _HOME = {
     "check": "basp.checks.command",
 }
 
-__all__ = ["Plan", "SequenceParallel", "Shard", "Step", "Tile", "check", "plan", "prepare"]
+__all__ = ["Plan", "SequenceParallel", "Shard", "Step", "Tile", "check", "lab", "plan", "prepare"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name == "lab":
+        return importlib.import_module("basp.lab")
     if name not in _HOME:
-        raise AttributeError(f"module 'basp' has no attribute {name!r}; it has: {', '.join(sorted(_HOME))}")
+        raise AttributeError(f"module 'basp' has no attribute {name!r}; it has: {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *__all__})

@@ -78,6 +78,7 @@ def test_kf12_changing_a_document_leaves_every_bit_of_the_others_logits(name: st
     try:
         basp.prepare(model, basp.SequenceParallel(kernel=kernel, device=model.device))
     except ModelError as error:
-        assert f"with kernel {kernel!r}" in error.arrived  # nothing else may keep these models from being prepared
+        if f"with kernel {kernel!r}" not in error.arrived:  # nothing else may keep these models from being prepared
+            raise
         pytest.skip(str(error))
     assert run_ranks(ranks, leaks, name, kernel) == [[]] * ranks

@@ -257,7 +257,7 @@ class CheckOptions:
 
       basp check llama                               a small random Llama, in float64, on 4 ranks
       basp check checkpoints/Qwen3-0.6B --full       a checkpoint in its own size, with its own weights
-      basp check my_package.models:MyCausalLM        a PreTrainedModel class of your own
+      basp check my_package.models:MyModel           a class of your own, made from its config_class
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -29,11 +30,20 @@ def position_limit(config: Any) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
+def input_embeddings(model: Any) -> nn.Module | None:
+    """The module that token ids go to: what the model says, or its first table of as many rows as the vocabulary."""
+    if hasattr(model, "get_input_embeddings"):
+        return model.get_input_embeddings()
+    rows = getattr(getattr(model, "config", None), "vocab_size", None)
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return next((table for table in tables if table.num_embeddings == rows), None)
+
+
 def check_inputs(model: Any, device: torch.device, *, highest_id: int, longest: int) -> None:
     """Refuse on every rank what the embeddings cannot take: else the one that meets it fails, and the others wait.
 
     Args:
-        model: of transformers, or one that DistributedDataParallel wraps.
+        model: that takes the step, or a DistributedDataParallel around it.
         device: of the step's tensors.
         highest_id: of the step's token ids and labels.
         longest: tokens of its longest sequence.
@@ -50,7 +60,7 @@ def check_inputs(model: Any, device: torch.device, *, highest_id: int, longest: 
             allowed=f"at most {limit}",
             remedy="shorten it, or raise max_position_embeddings (with rope scaling) in the model's config",
         )
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    embeddings = input_embeddings(model)
     vocabulary = getattr(embeddings, "num_embeddings", None)
     if vocabulary is not None and highest_id >= vocabulary:
         raise BatchError(

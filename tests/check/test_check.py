@@ -18,6 +18,7 @@ from basp.checks.reference import run_reference
 from basp.checks.shrink import shrink
 from basp.checks.subject import build, find_subject
 from basp.errors import ConfigError, ModelError, TrainingError
+from tests.check.own import OwnModel
 
 FAMILIES = [
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"),
@@ -97,6 +98,38 @@ def test_a_checkpoint_in_full_a_config_file_and_a_class_path(checkpoint: Path) -
         assert report.notes[0].startswith("shrunk")
 
 
+def test_a_module_of_ones_own_by_its_path_or_itself() -> None:
+    by_path = basp.check("tests.check.own:OwnModel", ranks=3, lengths=(17, 1, 6), timeout=60)
+    itself = basp.check(OwnModel(tiny_llama()), **SMALL)
+    for report in (by_path, itself):
+        report.raise_if_wrong()
+        assert report.title.startswith("OwnModel")
+        assert {"gradient: attention q", "gradient: embedding", "gradient: mlp"} <= {row.what for row in report.rows}
+    wrong = basp.check("tests.check.own:OwnModel", **SMALL, _in_each_rank="tests.check.faults:position_offset")
+    assert wrong.first_difference is not None
+    assert wrong.first_difference.place == "positions"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("tests.check.own:Mixes", "Mixes mixes tokens outside of its attention"),
+        ("tests.check.own:Ignores", "Ignores does not pass keyword arguments of its forward on to attention"),
+        ("torch.nn:Linear", "no nn.Module class with a config_class"),
+    ],
+)
+def test_a_module_of_ones_own_that_basp_cannot_honour_is_refused(model: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        basp.check(model, **SMALL)
+
+
+def test_modules_without_a_config_or_weights_to_save_are_refused() -> None:
+    with pytest.raises(ModelError, match="a Linear without a transformers config"):
+        basp.check(torch.nn.Linear(2, 2), **SMALL)
+    with pytest.raises(ConfigError, match="full=True with a OwnModel"):
+        basp.check(OwnModel(tiny_llama()), full=True, **SMALL)
+
+
 def test_a_model_keeps_its_weights_and_its_attention() -> None:
     model = OwnLM(tiny_llama())
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -172,7 +205,7 @@ def test_models_that_are_none_are_refused(tmp_path: Path, checkpoint: Path) -> N
         str(broken): "cannot be read: Expecting value",
         str(cut): "is incomplete",
         "nowhere.at.all:Model": "cannot be imported",
-        "json:JSONDecoder": "no PreTrainedModel",
+        "json:JSONDecoder": "no nn.Module class",
         "bert_generation_x": "no folder, file or model_type",
         "bloom": "0 times for its 2 layers",
         "mamba": "mamba has no attention heads",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from basp.attention import find_kernel
@@ -32,7 +33,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 def check(
-    model: str | PreTrainedConfig | PreTrainedModel,
+    model: str | PreTrainedConfig | nn.Module,
     ranks: int = 4,
     batch: int = 3,
     lengths: Sequence[int] | None = None,
@@ -49,8 +50,9 @@ def check(
     In a script of your own, call it under ``if __name__ == "__main__":``, for it starts processes.
 
     Args:
-        model: a model or a config of transformers, a checkpoint folder, a config.json, a model_type ("llama"), or
-            "package.module:Class". Other than with ``full``, a small random model of its architecture is run.
+        model: a model or a config of transformers, or a module of your own with such a config (see ``basp.prepare``); a
+            checkpoint folder, a config.json, a model_type ("llama"), or "package.module:Class". Other than with
+            ``full``, a small random model of its architecture is run.
         ranks: N.
         batch: number of sequences, where ``lengths`` does not say.
         lengths: tokens of each sequence; by default a few dozen, unequal.
@@ -96,14 +98,17 @@ def _checked_lengths(ranks: int, batch: int, lengths: Sequence[int] | None, time
     return tuple(lengths)
 
 
-def _subject(model: str | PreTrainedConfig | PreTrainedModel, *, full: bool, longest: int, folder: Path) -> Subject:
-    if isinstance(model, PreTrainedModel):
-        subject = replace(find_subject(model.config), model_class=type(model))
-        if full:
-            model.save_pretrained(folder)
-            subject = replace(subject, weights=str(folder))
-    else:
-        subject = find_subject(model)
+def _subject(model: str | PreTrainedConfig | nn.Module, *, full: bool, longest: int, folder: Path) -> Subject:
+    subject = find_subject(model)
+    if full and isinstance(model, nn.Module):
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(
+                f"full=True with a {type(model).__name__}, whose weights transformers cannot save",
+                allowed="a PreTrainedModel, or a small random model of this class",
+                remedy="leave full out",
+            )
+        model.save_pretrained(folder)
+        subject = replace(subject, weights=str(folder))
     positions = position_limit(subject.config)
     if positions is not None and longest > positions:
         raise ConfigError(

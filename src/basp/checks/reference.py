@@ -7,22 +7,23 @@ own code requests of its eager attention. So a window, a chunk or a direction th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from basp.checks.trace import Trace, gradients_of, sgd_step, watched
+from basp.hf.function import set_attention
 
 NAME = "basp_check_reference"
 """Of the attention implementation."""
 
 
 def run_reference(
-    model: PreTrainedModel, ids: Sequence[NDArray[Any]], labels: Sequence[NDArray[Any]], *, attention: str = NAME
+    model: nn.Module, ids: Sequence[NDArray[Any]], labels: Sequence[NDArray[Any]], *, attention: str = NAME
 ) -> Trace:
     """One optimizer step in one process.
 
@@ -34,7 +35,7 @@ def run_reference(
     """
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _whole_mask)
-    model.set_attn_implementation(attention)
+    set_attention(model, attention)
     with watched(model) as records:
         outputs = [_forward(model, sequence) for sequence in ids]
         pairs = [_token_losses(output.logits[0], own) for output, own in zip(outputs, labels, strict=True)]
@@ -45,7 +46,7 @@ def run_reference(
     return Trace(loss.detach()[None], records, gradients, sgd_step(model, gradients))
 
 
-def _forward(model: PreTrainedModel, ids: NDArray[Any]) -> Any:
+def _forward(model: nn.Module, ids: NDArray[Any]) -> Any:
     """What the model gives for one sequence alone: logits [1, T, V]."""
     tokens, positions = torch.from_numpy(ids)[None], torch.arange(len(ids))[None]
     return model(input_ids=tokens, position_ids=positions, use_cache=False)
@@ -60,13 +61,13 @@ def _token_losses(logits: Tensor, labels: NDArray[Any]) -> tuple[Tensor, int]:
     return ((wide.logsumexp(dim=-1) - chosen) * counted).sum(), int(counted.sum())
 
 
-def _router_loss(model: PreTrainedModel, outputs: Sequence[Any]) -> Tensor | float:
+def _router_loss(model: nn.Module, outputs: Sequence[Any]) -> Tensor | float:
     """Load balancing of a mixture of experts over the whole batch, where the config asks for it (output_router_logits).
 
     The number of experts x the sum over experts of (choices of it / tokens) x (its mean probability), tokens counted
     once for each layer: as transformers' models add it to their own loss.
     """
-    config: Any = model.config.get_text_config()
+    config: Any = cast(Any, model.config).get_text_config()
     given = [logits for output in outputs for logits in getattr(output, "router_logits", None) or ()]
     if not given:
         return 0.0
@@ -104,6 +105,8 @@ def _attention(
     scores = torch.einsum("hqd,hkd->hqk", q, k) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if attention_mask is None and getattr(module, "is_causal", True):  # a module of one's own that makes no mask
+        attention_mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril()[None]
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask[0], float("-inf"))
     largest = scores.amax(dim=-1, keepdim=True)

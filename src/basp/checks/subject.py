@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -32,7 +33,7 @@ class Subject:
     """
 
     config: PreTrainedConfig
-    model_class: type[PreTrainedModel] | None = None
+    model_class: type[nn.Module] | None = None
     weights: str | None = None
 
     @property
@@ -46,14 +47,16 @@ class Subject:
         return self.config.get_text_config()
 
 
-def find_subject(model: str | PreTrainedConfig) -> Subject:
-    """What the user means by ``model``: a folder, a config.json, "package.module:Class", a model_type, or a config.
+def find_subject(model: str | PreTrainedConfig | nn.Module) -> Subject:
+    """What the user means by ``model``: a folder, a config.json, "package.module:Class", a model_type, a config.
 
     Raises:
         ModelError: none of these, or one that is incomplete or that transformers does not know.
     """
     if isinstance(model, PreTrainedConfig):
         return _checked(Subject(_language_model(model)))
+    if isinstance(model, nn.Module):
+        return _checked(Subject(_config_of(model), model_class=type(model)))
     path = Path(model)
     if path.is_dir():
         _check_weights(path)
@@ -69,7 +72,7 @@ def find_subject(model: str | PreTrainedConfig) -> Subject:
     return _checked(Subject(_language_model(_made(model, CONFIG_MAPPING[model_type]))))
 
 
-def build(subject: Subject, dtype: torch.dtype) -> PreTrainedModel:
+def build(subject: Subject, dtype: torch.dtype) -> nn.Module:
     """The model on the CPU, in training mode; for the same arguments the same weights in every process.
 
     Random weights are far from their usual initial values, so that every parameter matters to the loss: what is nearly
@@ -91,7 +94,7 @@ def build(subject: Subject, dtype: torch.dtype) -> PreTrainedModel:
         ) from error
     if dtype is torch.float64:
         model = model.to(dtype)  # what a model keeps in float32 as well
-        if model._can_set_experts_implementation():
+        if isinstance(model, PreTrainedModel) and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the grouped matrix multiplication has no float64
     if subject.weights is None:
         _randomise(model)
@@ -129,7 +132,7 @@ def _make(subject: Subject, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def _randomise(model: PreTrainedModel) -> None:
+def _randomise(model: nn.Module) -> None:
     random = torch.Generator().manual_seed(SEED)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=random)
@@ -171,6 +174,17 @@ def _made(source: str, maker: Any, *args: Any, **values: Any) -> PreTrainedConfi
         ) from error
 
 
+def _config_of(model: nn.Module) -> PreTrainedConfig:
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise ModelError(
+            f"a {type(model).__name__} without a transformers config",
+            allowed="a module that is made from a config of transformers, and keeps it as its config",
+            remedy="give it a config, or compare basp.attention.attend from your own attention layer yourself",
+        )
+    return _language_model(config) if isinstance(model, PreTrainedModel) else config
+
+
 def _find_class(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
@@ -181,11 +195,13 @@ def _find_class(name: str) -> Any:
             allowed='"package.module:Class"',
             remedy="check the name, and that the package is installed or on PYTHONPATH",
         ) from error
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class):
+    config_class = getattr(found, "config_class", None)
+    is_config = isinstance(config_class, type) and issubclass(config_class, PreTrainedConfig)
+    if not (isinstance(found, type) and issubclass(found, nn.Module) and is_config):
         raise ModelError(
-            f"{name!r} is a {type(found).__name__} that is no PreTrainedModel class with a config_class",
-            allowed="a transformers PreTrainedModel with a causal LM head",
-            remedy="subclass PreTrainedModel and call transformers' attention interface",
+            f"{name!r} is a {type(found).__name__} that is no nn.Module class with a config_class",
+            allowed="a module class made from a config_class of transformers, that calls its attention interface",
+            remedy="set config_class, and call the attention function that config._attn_implementation names",
         )
     return found
 

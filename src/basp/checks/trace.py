@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from basp.fit import input_embeddings
+
 LOGITS = "logits"
 """Place of the model's own output, the last of a forward."""
 LEARNING_RATE = 0.1
@@ -48,7 +50,7 @@ class Trace:
 
 
 @contextmanager
-def watched(model: PreTrainedModel) -> Iterator[list[Record]]:
+def watched(model: nn.Module) -> Iterator[list[Record]]:
     """Within it, every forward of the model adds a record to the list, which its backward completes."""
     records: list[Record] = []
     hooks = [model.register_forward_pre_hook(lambda *_: records.append(Record()))]
@@ -61,12 +63,15 @@ def watched(model: PreTrainedModel) -> Iterator[list[Record]]:
             hook.remove()
 
 
-def _parts(model: PreTrainedModel) -> dict[str, nn.Module]:
+def _parts(model: nn.Module) -> dict[str, nn.Module]:
     """What is told apart: the embedding, rotary angles, each layer and its children, the last norm, the head."""
     names = {module: name for name, module in model.named_modules()}
-    parts = [model.get_input_embeddings(), *model.base_model.children(), model.get_output_embeddings()]
+    base = model.base_model if isinstance(model, PreTrainedModel) else model
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    parts = [input_embeddings(model), *base.children(), head]
+    config: Any = model.config
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == model.config.get_text_config().num_hidden_layers:
+        if isinstance(module, nn.ModuleList) and len(module) == config.get_text_config().num_hidden_layers:
             parts += [part for layer in module for part in (*layer.children(), layer)]
     return {names[part]: part for part in parts if part in names and not isinstance(part, nn.ModuleList)}
 
@@ -85,7 +90,7 @@ def _keep(records: list[Record], name: str) -> Any:
     return hook
 
 
-def sgd_step(model: PreTrainedModel, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def sgd_step(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every parameter after one step with these gradients; the model itself takes it."""
     parameters = dict(model.named_parameters())
     for name, gradient in gradients.items():
@@ -94,7 +99,7 @@ def sgd_step(model: PreTrainedModel, gradients: dict[str, Tensor]) -> dict[str, 
     return {name: parameters[name].detach() for name in gradients}
 
 
-def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Every trainable parameter's gradient; zeros where the loss does not reach."""
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     return {

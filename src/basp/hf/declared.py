@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from basp.errors import ModelError
 
 
-def check_declared(model: PreTrainedModel) -> None:
+def check_declared(model: nn.Module) -> None:
     """Refuse what the config or a module declares.
 
     Raises:
         ModelError: an encoder beside the decoder, dropout, chunks, keys chosen for each query, rope that follows the
             length; names the layer.
     """
-    _check_encoder(model)
+    config: Any = model.config
+    _check_encoder(model, config)
     _check_dropout(model)
-    _check_chunks(model)
+    _check_chunks(model, config.get_text_config())
     _check_selection(model)
-    _check_rope(model)
+    _check_rope(model, config.get_text_config())
 
 
-def _check_encoder(model: PreTrainedModel) -> None:
-    if getattr(model.config, "is_encoder_decoder", False):
+def _check_encoder(model: nn.Module, config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"{type(model).__name__} is an encoder and a decoder, whose layers attend to the encoder's states",
             allowed="a causal LM: a decoder alone",
@@ -33,7 +35,7 @@ def _check_encoder(model: PreTrainedModel) -> None:
         )
 
 
-def check_cross_attention(model: PreTrainedModel, attention: Iterable[str]) -> None:
+def check_cross_attention(model: nn.Module, attention: Iterable[str]) -> None:
     """Refuse layers that can attend to states of another model beside their own tokens.
 
     Args:
@@ -54,7 +56,7 @@ def check_cross_attention(model: PreTrainedModel, attention: Iterable[str]) -> N
             )
 
 
-def _check_dropout(model: PreTrainedModel) -> None:
+def _check_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
         dropout = getattr(module, "attention_dropout", 0.0)
         if isinstance(dropout, float) and dropout > 0:
@@ -65,9 +67,8 @@ def _check_dropout(model: PreTrainedModel) -> None:
             )
 
 
-def _check_chunks(model: PreTrainedModel) -> None:
+def _check_chunks(model: nn.Module, config: Any) -> None:
     """Chunked attention reaches only the mask function: a layer never says so itself."""
-    config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
     if "chunked_attention" in kinds:
         raise ModelError(
@@ -78,9 +79,9 @@ def _check_chunks(model: PreTrainedModel) -> None:
         )
 
 
-def _check_rope(model: PreTrainedModel) -> None:
+def _check_rope(model: nn.Module, config: Any) -> None:
     """Rope whose angles depend on the length of what is on the rank, once that passes max_position_embeddings."""
-    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     if any(kind.get("rope_type") == "dynamic" for kind in kinds):
         raise ModelError(
@@ -90,7 +91,7 @@ def _check_rope(model: PreTrainedModel) -> None:
         )
 
 
-def _check_selection(model: PreTrainedModel) -> None:
+def _check_selection(model: nn.Module) -> None:
     """Sparse attention whose keys a part of the layer chooses or makes: its arguments need not show it."""
     for name, module in model.named_modules():
         if re.search(r"att\w*\.(indexer|compressor)$", name):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from basp.attention import AttentionSpec, Context, attend
 from basp.attention.kernels import ChosenKernel
@@ -166,6 +166,14 @@ def _rules(mask_function: Any) -> list[Any]:
     held = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     parts = [part for one in held for part in (one if isinstance(one, tuple) else (one,)) if callable(part)]
     return [rule for part in parts for rule in _rules(part)] or [mask_function]
+
+
+def set_attention(model: nn.Module, name: str) -> None:
+    """Have a model's layers call the attention function of that name from now on."""
+    if isinstance(model, PreTrainedModel):
+        model.set_attn_implementation(name)
+    else:
+        cast(Any, model.config)._attn_implementation = name
 
 
 def register() -> None:

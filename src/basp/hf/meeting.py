@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from basp.attention.kernels import ChosenKernel
 from basp.errors import ModelError
-from basp.fit import position_limit
+from basp.fit import input_embeddings, position_limit
 from basp.hf.function import Probe
 
 
@@ -28,6 +28,17 @@ def unwrap(model: Any) -> Any:
             remedy="use another PEFT method, or train this model without basp",
         )
     return model.get_base_model()
+
+
+def _embeddings(model: nn.Module) -> nn.Module:
+    found = input_embeddings(unwrap(model))
+    if found is None:
+        raise ModelError(
+            f"a {type(model).__name__} without a table of embeddings for its vocabulary",
+            allowed="a model that has get_input_embeddings, or an nn.Embedding of config.vocab_size rows",
+            remedy="add get_input_embeddings to the class",
+        )
+    return found
 
 
 def forward(model: nn.Module, probe: Probe, positions: tuple[int, ...] | None = (0, 1)) -> Tensor:
@@ -87,7 +98,7 @@ def find_mixing(model: nn.Module, kernel: ChosenKernel) -> str | None:
 
         return hook
 
-    hooks = [unwrap(model).get_input_embeddings().register_forward_hook(embed)]
+    hooks = [_embeddings(model).register_forward_hook(embed)]
     hooks += [
         module.register_forward_hook(watch(name), with_kwargs=True) for name, module in model.named_modules() if name
     ]
@@ -142,7 +153,7 @@ def check_slices(model: nn.Module, kernel: ChosenKernel) -> None:
         forward(model, probe, at)
         return probe.seen
 
-    hook = unwrap(model).get_input_embeddings().register_forward_hook(draw)
+    hook = _embeddings(model).register_forward_hook(draw)
     try:
         with in_mode(model, training=False):
             together = seen_by(*positions)
@@ -164,7 +175,8 @@ def check_slices(model: nn.Module, kernel: ChosenKernel) -> None:
 @torch.no_grad()
 def check_first_position(model: nn.Module, kernel: ChosenKernel) -> None:
     """A sequence's first token is at position 0, as in a forward without position_ids; rope alone would not care."""
-    if next(model.parameters()).device.type == "meta":
+    own = not isinstance(unwrap(model), PreTrainedModel)  # it need not know how to count
+    if own or next(model.parameters()).device.type == "meta":
         return
     given, counted = Probe(kernel), Probe(kernel)
     with in_mode(model, training=False):

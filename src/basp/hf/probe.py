@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
 from basp.attention.kernels import ChosenKernel
 from basp.errors import ModelError
 from basp.hf.declared import check_cross_attention, check_declared
-from basp.hf.function import NAME, NoStepError, Probe, register
+from basp.hf.function import NAME, NoStepError, Probe, register, set_attention
 from basp.hf.meeting import check_first_position, check_mixing, check_slices, find_mixing, forward, in_mode, unwrap
 from basp.parallel import SequenceParallel
 
@@ -33,7 +33,10 @@ def prepare(model: _Model, sp: SequenceParallel) -> _Model:
     Call it before ``fully_shard`` and before ``torch.compile``. Runs one forward over two tokens.
 
     Args:
-        model: any transformers causal LM whose attention goes through the attention interface, or one that PEFT wraps.
+        model: any transformers causal LM whose attention goes through the attention interface, or one that PEFT wraps;
+            or a module of your own with a transformers config, whose forward takes input_ids and position_ids, hands
+            other keyword arguments on to the attention function that ``config._attn_implementation`` names, and gives
+            an object with ``logits``.
         sp: that will cut its batches.
 
     Returns:
@@ -45,10 +48,11 @@ def prepare(model: _Model, sp: SequenceParallel) -> _Model:
             positions for each token); names the layer.
     """
     base = unwrap(model)
-    if not isinstance(base, PreTrainedModel):
+    if not isinstance(getattr(base, "config", None), PreTrainedConfig):
         raise ModelError(
-            f"a {type(base).__name__}",
-            allowed="a transformers PreTrainedModel with a causal LM head",
+            f"a {type(base).__name__} without a transformers config",
+            allowed="a transformers causal LM, or a module of your own that calls transformers' attention interface as "
+            "its config says (config._attn_implementation)",
             remedy="load it with AutoModelForCausalLM, or call basp.attention.attend from your own attention layer",
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -61,7 +65,7 @@ def prepare(model: _Model, sp: SequenceParallel) -> _Model:
     check_declared(base)
     before = base.config._attn_implementation or "eager"
     try:
-        base.set_attn_implementation(NAME)
+        set_attention(base, NAME)
         probe = _run_probe(model, sp.kernel)
         names = {id(module): name for name, module in base.named_modules()}
         check_cross_attention(base, [names[module] for module in probe.calls])
@@ -71,7 +75,7 @@ def prepare(model: _Model, sp: SequenceParallel) -> _Model:
         check_slices(model, sp.kernel)
         check_first_position(model, sp.kernel)
     except BaseException:
-        base.set_attn_implementation(before)  # a refused model stays as it was
+        set_attention(base, before)  # a refused model stays as it was
         raise
     return model
 

@@ -115,6 +115,27 @@ FAULTS = (
         "tests/unit/test_kernels.py::test_equals_plain_loops",
     ),
     Fault(
+        "a flash-attn window one key too wide",
+        "attention/kernels/flash.py",
+        "else spec.window - 1\n",
+        "else spec.window\n",
+        "tests/unit/test_flash.py::test_what_is_asked_of_them_is_attention_as_the_layer_wants_it",
+    ),
+    Fault(
+        "a block of flex_attention's mask is skipped",
+        "attention/kernels/flex.py",
+        "some = (farthest >= least) & (nearest <= most)",
+        "some = (farthest >= least) & (nearest < most)",
+        "tests/unit/test_flex.py::test_blocks_are_those_that_torch_finds_score_by_score",
+    ),
+    Fault(
+        "gradients averaged over some of the ranks",
+        "fit.py",
+        "others = _averaged_over(model) - {ranks}",
+        "others: set[int] = set()",
+        "tests/parity/test_sharding.py::test_kf05_averaging_over_some_of_the_ranks_is_refused",
+    ),
+    Fault(
         "a router loss of each rank's tokens alone",
         "losses.py",
         "sharing = [] if group is None else [group]",

@@ -50,6 +50,7 @@ def wait_for(folder: Path, files: int, run: Run | subprocess.Popen[bytes], secon
 @contextlib.contextmanager
 def owning(code: str, lab: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that runs ``code``, killed at the block's end. Whatever it starts has the lab's name in a variable."""
+    code = f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"  # a shell's & ignores it
     env = {**os.environ, **MODULES, "TEST_OF_LAB": lab}
     with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as owner:
         try:
@@ -164,6 +165,24 @@ def test_killed_while_it_is_made_a_lab_leaves_nothing(name: str, delay: float) -
         owner.stdout.readline()
         time.sleep(delay)
     wait_until_gone(name, 5)
+
+
+def test_what_the_owner_was_just_starting_when_it_was_killed_goes_too(name: str, tmp_path: Path) -> None:
+    """Between fork and exec a process carries no mark; here one of the owner's is late by a third of a second."""
+    made = tmp_path / "made"
+    late = f"sleep 0.3; {sweep.find_program('ip')} netns add {sweep.switch_namespace(name)} && echo >{made}"
+    code = f"""
+import os, signal, subprocess
+from basp.lab.watcher import Watcher
+watcher = Watcher("mark of {name}", {name!r})
+subprocess.Popen(["sh", "-c", {late!r}], env={{}}, start_new_session=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **MODULES}, check=False)
+    until = time.monotonic() + 5
+    while not made.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_lab_that_cannot_be_finished_is_removed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ READY = b"ready"
 """What the program writes to its standard output, and closes it, when it has begun to wait."""
 
 _PATIENCE_SECONDS = 4.0
+_SETTLE_SECONDS = 1.0
+"""For which the program looks again: what its owner was just starting when it was killed has no mark before it runs."""
 
 
 def switch_namespace(lab: str) -> str:
@@ -112,10 +114,15 @@ def watch(pidfd: int, mark: str, lab: str | None) -> None:
     os.write(1, READY)
     os.close(1)
     poll.poll()
-    if lab is None:
-        end_marked(mark)
-    else:
-        remove(lab, mark)
+    until = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        if lab is None:
+            end_marked(mark)
+        else:
+            remove(lab, mark)
+        if time.monotonic() > until:
+            return
+        time.sleep(0.05)
 
 
 def _end(find) -> bool:

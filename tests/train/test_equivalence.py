@@ -10,8 +10,9 @@ import torch
 
 from basp.data.dataset import Dataset
 from basp.data.tokenizers import load_tokenizer
+from basp.ranks import Place
 from basp.train.config import BatchConfig, DataConfig, LogConfig, ModelConfig, OptimConfig, TrainConfig
-from basp.train.loop import Place, Trainer, load_data
+from basp.train.loop import Trainer, load_data
 from basp.train.run_dir import RunDir
 from tests.support import oracle
 from tests.support.ranks import run_ranks

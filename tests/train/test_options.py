@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from basp.ranks import Place
 from basp.train.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
-from basp.train.loop import Place, Trainer, train_rank
+from basp.train.loop import Trainer, train_rank
 from basp.train.run_dir import RunDir
 from tests.support.ranks import run_ranks
 from tests.train.running import ONE_LAYER, WORDS, Outcome, flags, read_records, trained, write_documents

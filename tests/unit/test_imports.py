@@ -24,7 +24,7 @@ LAYERS = [
     {"plans"},
     {"batches", "strategies"},
     {"exchange"},
-    {"collectives", "agreement", "losses"},
+    {"collectives", "agreement", "losses", "ranks"},
     {"attention"},
     {"fit"},
     {"parallel"},
@@ -42,7 +42,7 @@ LAYERS = [
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-READS_ENVIRONMENT = {"train/launch.py", "lab/ranks.py", "cli.py"}
+READS_ENVIRONMENT = {"ranks.py", "lab/ranks.py", "cli.py"}
 """A launcher is told its rank by the environment, or tells it; everything else goes by arguments."""
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from basp.casts import keep_float64
-from basp.checks.ranks import run_on_ranks
 from basp.checks.subject import Subject, build
 from basp.checks.trace import Record, Trace, gradients_of, sgd_step, watched
 from basp.hf import prepare
 from basp.parallel import SequenceParallel
+from basp.ranks import Launch, Place, run_local
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,15 @@ def run_parallel(job: Job, folder: Path) -> Trace:
     Raises:
         BaspError: the model or a kernel is refused, or a rank failed.
     """
-    run_on_ranks(_run_rank, job, folder, ranks=job.ranks, timeout=job.timeout)
+    launch = Launch(
+        "a check",
+        "gloo",
+        job.timeout,
+        lighter="use a smaller model or fewer ranks",
+        preload=("torch", "torch._dynamo", "transformers", "basp.hf"),
+        deadline=job.timeout,
+    )
+    run_local(launch, job.ranks, _run_rank, job, folder)
     files = [load_file(folder / f"{rank}.safetensors") for rank in range(job.ranks)]
     return Trace(
         losses=torch.stack([tensors["loss"] for tensors in files]),
@@ -77,7 +85,7 @@ def run_parallel(job: Job, folder: Path) -> Trace:
     )
 
 
-def _run_rank(job: Job, folder: Path) -> None:
+def _run_rank(place: Place, job: Job, folder: Path) -> None:
     transformers_logging.set_verbosity_error()  # every rank would repeat what the reference has said
     transformers_logging.disable_progress_bar()
     with casts(job.dtype):
@@ -102,6 +110,7 @@ def _run_rank(job: Job, folder: Path) -> None:
         tensors |= {f"parameter_gradient/{name}": value for name, value in gradients.items()}
         tensors |= {f"stepped/{name}": value for name, value in sgd_step(model, gradients).items()}
     save_file({name: value.contiguous().clone() for name, value in tensors.items()}, folder / f"{sp.rank}.safetensors")
+    dist.barrier()  # a rank that leaves while another still receives from it may cut that one off
 
 
 def _mean_over_ranks(gradients: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:

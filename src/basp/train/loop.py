@@ -6,7 +6,6 @@ import math
 import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from basp.data.tokenizers import Tokenizer, load_tokenizer
 from basp.errors import TrainingError
 from basp.hf import prepare
 from basp.parallel import SequenceParallel
+from basp.ranks import Place
 from basp.report import draw_report, read_metrics
 from basp.strategies import plan
 from basp.train.config import OptimConfig, TrainConfig
@@ -42,17 +42,6 @@ from basp.train.sharding import (
     whole_state,
     wrap_layers,
 )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this rank is: in the world, on its node, and on which device."""
-
-    rank: int
-    world: int
-    local_rank: int
-    node: int
-    device: torch.device
 
 
 def train_rank(config: TrainConfig, place: Place, run: RunDir) -> None:

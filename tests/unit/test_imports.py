@@ -35,6 +35,7 @@ LAYERS = [
     {"casts"},
     {"checks"},
     {"lab"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,0 +1,1 @@
+"""``basp bench``: a training step, or one attention layer, of several contenders side by side."""

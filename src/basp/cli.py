@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 import tyro
 
 import basp
+from basp.bench.options import StepOptions
 from basp.errors import BaspError, ConfigError, DisagreementError, TrainingError
+from basp.flags import Lengths
 from basp.train.config import TrainConfig
 from basp.train.settings import check_name, check_settings, load_settings
 
@@ -132,22 +134,6 @@ def _train(arguments: list[str]) -> int:
 # ---- basp plan -----------------------------------------------------------------------------------------------------
 
 
-def _parse_lengths(words: list[str]) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in words[0].split(","))
-    except ValueError:
-        raise ValueError(f"expected whole numbers with commas between, as in 16384,9000, not {words[0]!r}") from None
-
-
-_Lengths = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="INT,INT,...",
-    instance_from_str=_parse_lengths,
-    is_instance=lambda value: isinstance(value, tuple),
-    str_from_instance=lambda value: [",".join(map(str, value))],
-)
-
-
 @dataclass(frozen=True)
 class PlanOptions:
     """Show how a batch is laid out over ranks and what one attention layer sends, beside Ulysses. Starts no ranks.
@@ -155,7 +141,7 @@ class PlanOptions:
     basp plan --lengths 16384,16384,9000 --ranks 8 --heads 32 --kv-heads 8
     """
 
-    lengths: Annotated[tuple[int, ...], _Lengths]
+    lengths: Lengths
     """Tokens of each sequence of the micro-batch."""
     ranks: int
     """Ranks that share the batch."""
@@ -266,7 +252,7 @@ class CheckOptions:
     """Local processes that share the batch, on the CPU."""
     batch: int = 3
     """Number of sequences, where --lengths does not say."""
-    lengths: Annotated[tuple[int, ...], _Lengths] = ()
+    lengths: Lengths = ()
     """Tokens of each sequence; --batch of unequal lengths by default."""
     strategy: str = "basp"
     """How the batch becomes a plan: "basp" or "ulysses"."""
@@ -321,6 +307,21 @@ def _with_command(name: str, options: Any, given: tuple[str, ...]) -> Any:
     return replace(options, command=(*options.command, *given))
 
 
+# ---- basp bench ----------------------------------------------------------------------------------------------------
+
+
+def _bench(arguments: list[str]) -> int:
+    about = "What a step costs, beside others: interleaved, as ratios with their spread."
+    return _choose("basp bench", about, BENCHMARKS, arguments)
+
+
+def _bench_step(arguments: list[str]) -> int:
+    options = _parse(StepOptions, "bench step", arguments)
+    from basp.bench.command import run_step
+
+    return run_step(options)
+
+
 class Command(NamedTuple):
     """A subcommand: one line for the overview, and what runs its arguments and returns an exit code."""
 
@@ -328,9 +329,14 @@ class Command(NamedTuple):
     run: Callable[[list[str]], int]
 
 
+BENCHMARKS: dict[str, Command] = {
+    "step": Command("one training step: our strategies, and peers", _bench_step),
+}
+
 COMMANDS: dict[str, Command] = {
     "train": Command("train a model; starts its own local ranks, or joins torchrun's", _train),
     "check": Command("compare one process with N ranks on a model: loss, logits, every gradient", _check),
     "plan": Command("show how a batch is laid out over ranks and what that sends", _plan),
     "lab": Command("an emulated cluster on this machine: make it, run ranks in it, change its links", _lab),
+    "bench": Command("measure a training step, beside other systems", _bench),
 }

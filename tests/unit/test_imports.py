@@ -30,7 +30,7 @@ LAYERS = [
     {"parallel"},
     {"hf"},
     {"data"},
-    {"report"},
+    {"report", "flags"},
     {"train"},
     {"casts"},
     {"checks"},
@@ -43,8 +43,8 @@ LAYERS = [
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-READS_ENVIRONMENT = {"ranks.py", "lab/ranks.py", "cli.py"}
-"""A launcher is told its rank by the environment, or tells it; everything else goes by arguments."""
+READS_ENVIRONMENT = {"ranks.py", "lab/ranks.py", "bench/stamp.py", "cli.py"}
+"""A launcher is told its rank by the environment, or tells it, and a stamp tells of it; all else goes by arguments."""
 
 
 def tree(path: Path) -> ast.Module:

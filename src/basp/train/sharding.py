@@ -27,7 +27,8 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torc
 
     Args:
         model: on any device; its weights move to the mesh's.
-        mesh: one dimension of all ranks that average gradients.
+        mesh: all ranks that average gradients, in one dimension; or in two, for hybrid sharding: copies of the model
+            over the first, each sharded over the second.
         compute_dtype: that weights are cast to for forward and backward.
     """
     weights = next(model.parameters()).dtype

@@ -1,0 +1,167 @@
+"""What ``basp bench`` can be told, and the workload that follows from it. No torch here: help answers at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from basp.errors import ConfigError
+from basp.flags import Lengths, Names
+
+BASELINE = "basp"
+"""What the others are compared with."""
+
+_DEFAULT_BATCH, _DEFAULT_LENGTH, _DEFAULT_RANKS = 2, 2048, 4
+
+_SIZES = {
+    "hidden": ("hidden_size", 256),
+    "mlp": ("intermediate_size", 512),
+    "layers": ("num_hidden_layers", 2),
+    "heads": ("num_attention_heads", 8),
+    "kv_heads": ("num_key_value_heads", None),
+    "vocab": ("vocab_size", 1024),
+}
+"""Of each flag: its name in a model's config, and its value where neither flag nor config.json gives one."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """One training step of one model on one batch, by several contenders in turn, in the same processes.
+
+    First each must give basp's losses, under SGD and under AdamW; one that does not gets no time. Then they take steps
+    in turns, and every round gives a ratio of each to basp. Under torchrun (or whatever sets its variables) this joins
+    the ranks that are there; else it starts its own.
+
+      basp bench step                                                     basp beside Ulysses, 2 x 2,048 tokens, 4 ranks
+      basp bench step --contenders basp,ulysses,static --lengths 4096,512,512
+      torchrun --nproc-per-node 8 -m basp bench step --config config.json --dtype bfloat16 --out results
+    """
+
+    contenders: Names = (BASELINE, "ulysses")
+    """Of basp, ulysses, fsdp2-ulysses, static, deepspeed, ring; one named twice shows how far equals differ."""
+    require: Names = ()
+    """Contenders without which the benchmark fails; the others get a row that says why they have no time."""
+    lengths: Lengths = ()
+    """Tokens of each sequence of the batch; or give --batch and --length."""
+    batch: int | None = None
+    """Number of sequences: 2."""
+    length: int | None = None
+    """Tokens of each: 2048."""
+    config: str | None = None
+    """A model's config.json; a Llama by default. The sizes below change it."""
+    layers: int | None = None
+    """Number of layers: 2."""
+    hidden: int | None = None
+    """Width: 256."""
+    mlp: int | None = None
+    """Width of the MLP: 512."""
+    heads: int | None = None
+    """Query heads: 8."""
+    kv_heads: int | None = None
+    """Key and value heads; as many as query heads by default."""
+    vocab: int | None = None
+    """Size of the vocabulary: 1024."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of computation. Under bfloat16 weights and optimizer stay in float32."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Of the steps that are timed; both are compared beforehand."""
+    lr: float = 1e-3
+    """Learning rate."""
+    seed: int = 0
+    """Of weights and of data."""
+    replicate: int = 1
+    """Hybrid sharding: copies of the model, each sharded over neighbouring ranks. Usually the number of nodes."""
+    ranks: int | None = None
+    """Local ranks to start: 4. Under torchrun its world is used, and this must be left out or equal to it."""
+    rounds: int = 5
+    """Timed steps of each contender, and as many with a stopwatch around its collectives."""
+    warmup: int = 2
+    """Steps of each before these."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Collective backend: auto is nccl where CUDA is available, else gloo."""
+    timeout: float = 600.0
+    """Seconds that a collective waits for the other ranks before the benchmark is ended."""
+    out: str | None = None
+    """Folder to write: rows.jsonl, table.md, plot.png. It must not hold rows already."""
+
+
+def check_options(options: StepOptions) -> None:
+    """Refuse numbers out of range, and flags that contradict each other.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    least = {"rounds": 1, "warmup": 0, "replicate": 1, "ranks": 1, "batch": 1, "length": 2, "seed": 0}
+    for name, bound in {**least, **dict.fromkeys(_SIZES, 1)}.items():
+        value = getattr(options, name)
+        if value is not None and value < bound:
+            raise _refusal(name, value, f"at least {bound}")
+    for name in ("lr", "timeout"):
+        if not 0 < getattr(options, name) < float("inf"):
+            raise _refusal(name, getattr(options, name), "a finite number above 0")
+    if options.lengths and (options.batch is not None or options.length is not None):
+        raise ConfigError(
+            "--lengths together with --batch or --length",
+            allowed="--lengths, or the other two",
+            remedy="write out every length, or leave --lengths out",
+        )
+    if any(length < 2 for length in options.lengths):
+        raise _refusal("lengths", ",".join(map(str, options.lengths)), "at least 2 tokens each: one predicts the next")
+    if not options.contenders:
+        raise _refusal("contenders", "''", f"names, as in {BASELINE},ulysses")
+
+
+def _refusal(name: str, value: Any, allowed: str) -> ConfigError:
+    flag = f"--{name.replace('_', '-')}"
+    return ConfigError(f"{flag} is {value}", allowed=allowed, remedy=f"change {flag}")
+
+
+def labels_of(options: StepOptions) -> tuple[str, ...]:
+    """Contenders in the order of their rows: the baseline is always there, and first. A name may be there again."""
+    wanted = [name for name in options.contenders if name != BASELINE]
+    again = [BASELINE] * max(0, options.contenders.count(BASELINE) - 1)
+    missing = [name for name in options.require if name not in (*options.contenders, BASELINE)]
+    return (BASELINE, *again, *wanted, *missing)
+
+
+def lengths_of(options: StepOptions) -> tuple[int, ...]:
+    """Tokens of each sequence."""
+    return options.lengths or (options.length or _DEFAULT_LENGTH,) * (options.batch or _DEFAULT_BATCH)
+
+
+def local_ranks_of(options: StepOptions) -> int:
+    """Ranks to start where none are there."""
+    return options.ranks or _DEFAULT_RANKS
+
+
+def model_of(options: StepOptions) -> dict[str, Any]:
+    """The model's config, as ``AutoConfig.for_model`` takes it; with as many positions as the batch needs.
+
+    Raises:
+        ConfigError: a config.json that cannot be read.
+    """
+    given = {key: getattr(options, flag) for flag, (key, _) in _SIZES.items() if getattr(options, flag) is not None}
+    if options.config is not None:
+        model = {**_read_config(options.config), **given}
+    else:
+        defaults = {key: value for key, value in _SIZES.values() if value is not None}
+        model = {"model_type": "llama", **defaults, **given}
+        model.setdefault("num_key_value_heads", model["num_attention_heads"])
+        model.setdefault("max_position_embeddings", max(lengths_of(options)))
+    return model
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--config {path!r} cannot be read: {getattr(error, 'strerror', None) or error}",
+            allowed="a model's config.json",
+            remedy="check the path",
+        ) from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ConfigError(f"--config {path!r} has no model_type", allowed="a model's config.json", remedy="add it")
+    return values

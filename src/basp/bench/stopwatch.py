@@ -1,0 +1,125 @@
+"""A stopwatch around the collectives that move tokens between ranks: seconds, and bytes to each rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from basp.plans import Ints
+
+_TIMED = ("all_to_all_single", "batch_isend_irecv")
+"""What attention's collectives are called as; every other collective (gradients, weights, losses) is left alone."""
+
+
+class Stopwatch:
+    """While entered, every ``all_to_all_single`` and ``batch_isend_irecv`` of this process is timed, by whoever called.
+
+    In front of each is a barrier of its group, so that its seconds are of the exchange alone and not of waiting for
+    ranks that come later; what the barrier takes is counted apart. An asynchronous call is waited for at once: its
+    seconds do not shrink by what would have been computed meanwhile.
+
+    Args:
+        device: of the tensors; a GPU is waited for before the clock is read.
+
+    Attributes:
+        seconds: inside the collectives; ``waited``: in the barriers before them; ``calls``: how many.
+        sent: [world] bytes sent to each rank of the world; this rank's own entry stays 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = self.waited = 0.0
+        self.calls = 0
+        self.sent: Ints = np.zeros(dist.get_world_size(), dtype=np.int64)
+        self._device = device
+        self._originals: list[tuple[Any, str, Callable[..., Any]]] = []
+
+    def __enter__(self) -> Stopwatch:
+        for module in (dist, distributed_c10d):
+            for name in _TIMED:
+                original = getattr(module, name)
+                self._originals.append((module, name, original))
+                setattr(module, name, getattr(self, f"_{name}")(original))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, original in self._originals:
+            setattr(module, name, original)
+        self._originals.clear()
+
+    def _all_to_all_single(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(
+            output: Tensor,
+            input: Tensor,
+            output_split_sizes: list[int] | None = None,
+            input_split_sizes: list[int] | None = None,
+            group: dist.ProcessGroup | None = None,
+            async_op: bool = False,
+        ) -> _Done | None:
+            members = _members(group)
+            rows = input_split_sizes or [input.shape[0] // len(members)] * len(members)
+            row_bytes = input[:1].numel() * input.element_size()
+            self._count({rank: count * row_bytes for rank, count in zip(members, rows, strict=True)})
+            self._time(group, lambda: original(output, input, output_split_sizes, input_split_sizes, group=group))
+            return _Done() if async_op else None
+
+        return timed
+
+    def _batch_isend_irecv(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(p2p_op_list: list[dist.P2POp]) -> list[_Done]:
+            for each in p2p_op_list:
+                if each.op is dist.isend:
+                    self._count({each.peer: each.tensor.numel() * each.tensor.element_size()})
+
+            def run() -> None:
+                for work in original(p2p_op_list):
+                    work.wait()
+
+            self._time(p2p_op_list[0].group, run)
+            return [_Done() for _ in p2p_op_list]
+
+        return timed
+
+    def _count(self, sent: dict[int, int]) -> None:
+        for rank, amount in sent.items():
+            if rank != dist.get_rank():
+                self.sent[rank] += amount
+
+    def _time(self, group: dist.ProcessGroup | None, run: Callable[[], Any]) -> None:
+        wait_for(self._device)
+        start = time.perf_counter()
+        dist.barrier(group)
+        wait_for(self._device)
+        ready = time.perf_counter()
+        run()
+        wait_for(self._device)
+        self.seconds += time.perf_counter() - ready
+        self.waited += ready - start
+        self.calls += 1
+
+
+class _Done:
+    """In the place of the work of an asynchronous call that has been waited for: waiting twice may hang."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _members(group: dist.ProcessGroup | None) -> list[int]:
+    """Ranks of the world, in the order of the group."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -1,0 +1,134 @@
+"""Rows as a table: for a terminal, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from basp.report import bytes_text
+
+_NONE = "–"
+
+Row = Mapping[str, Any]
+
+_ABOUT = (
+    "Ratios are to {base}, round by round. The all-to-all is the time inside attention's collectives, forward and "
+    "backward, after a barrier, of the rank that is longest in them; its share is of the step of the slowest rank "
+    "without those barriers. Bytes are of a step and of all ranks; an interface counts everything that leaves its "
+    "node, weights and gradients as well. Memory is the most that a rank had {peak} in a step. Losses are compared at "
+    "steps 0 and 3, under SGD and AdamW; the largest relative difference is shown."
+)
+
+
+class Column(NamedTuple):
+    """A heading, and what stands under it."""
+
+    heading: str
+    cell: Callable[[Row], str]
+
+
+TABLES: dict[str, list[Column]] = {
+    "time": [
+        Column("step", lambda row: _seconds(row["step_seconds"]["median"])),
+        Column("ratio", lambda row: f"{row['step_ratio']['median']:.3f}"),
+        Column("quartiles", lambda row: _range(row["step_ratio"], "q1", "q3")),
+        Column("extremes", lambda row: _range(row["step_ratio"], "min", "max")),
+        Column("cpu ratio", lambda row: f"{row['cpu_ratio']['median']:.3f}"),
+    ],
+    "attention's collectives": [
+        Column("all-to-all", lambda row: f"{100 * row['all_to_all_share']:.1f} %"),
+        Column("ratio", lambda row: _ratio((row["all_to_all_ratio"] or {}).get("median"))),
+        Column("inside nodes", lambda row: bytes_text(row["bytes_inside"])),
+        Column("across", lambda row: bytes_text(row["bytes_across"])),
+        Column("ratio", lambda row: _ratio(row["bytes_across_ratio"])),
+        Column("interfaces", lambda row: _bytes(row["interface_bytes"])),
+    ],
+    "the same work?": [
+        Column("loss differs", lambda row: _difference(row["loss_difference"])),
+        Column("tokens/rank", lambda row: f"{max(row['tokens']):,}" if row["tokens"] else _NONE),
+        Column("memory", lambda row: _bytes(row["peak_bytes"])),
+    ],
+}
+"""By title. The first two are of contenders that have a time; the last is of all."""
+
+
+def cells(rows: Sequence[Row], title: str) -> list[list[str]]:
+    """One table's cells, a contender's name first."""
+    columns = TABLES[title]
+    lines: list[list[str]] = []
+    for row in rows:
+        if "raw" in row or title == "the same work?":
+            lines.append([row["name"], *(column.cell(row) for column in columns)])
+        elif title == "time":
+            lines.append([row["name"], "no time", *[_NONE] * (len(columns) - 1)])
+    return lines
+
+
+def heading(environment: Row) -> str:
+    """What was measured, on what."""
+    nodes = f"{environment['nodes']} nodes" if environment["nodes"] > 1 else "one node"
+    return f"{environment['what']}, {environment['world']} ranks on {nodes}"
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What each contender does, why one has no time, and what the columns are."""
+    lines = [f"{row['name']}: {row['does']}" for row in rows if row["does"]]
+    lines += [f"{row['name']} has no time: {row['refusal']}" for row in rows if row["refusal"]]
+    return [*lines, _ABOUT.format(base=rows[0]["name"], peak=rows[0]["peak_is"])]
+
+
+def rich_tables(rows: Sequence[Row]) -> list[Table]:
+    """For a terminal."""
+    made: list[Table] = []
+    for title, columns in TABLES.items():
+        table = Table(title=title, title_justify="left", box=SIMPLE)
+        for number, name in enumerate(["", *(column.heading for column in columns)]):
+            table.add_column(name, justify="right" if number else "left")
+        for each in cells(rows, title):
+            table.add_row(*each)
+        made.append(table)
+    return made
+
+
+def markdown(environment: Row, rows: Sequence[Row]) -> str:
+    """For a file."""
+    lines = [f"# {heading(environment)}", ""]
+    for title, columns in TABLES.items():
+        lines += [f"**{title}**", "", _line(["", *(column.heading for column in columns)])]
+        lines += [_line(["---"] + ["---:"] * len(columns)), *(_line(each) for each in cells(rows, title)), ""]
+    lines += [f"- {note}" for note in notes(rows)]
+    lines += ["", f"`{environment['command']}`", "", _where(environment)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _where(environment: Row) -> str:
+    machine = environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores"
+    link = f", links of {environment['link']}" if environment["link"] else ""
+    return f"{environment['date']}: basp {environment['basp']}, torch {environment['torch']}, {machine}{link}."
+
+
+def _range(values: Mapping[str, float], low: str, high: str) -> str:
+    return f"{values[low]:.2f}–{values[high]:.2f}"
+
+
+def _ratio(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.2f}"
+
+
+def _difference(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.0e}" if value else "0"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+
+
+def _bytes(amount: int | None) -> str:
+    return _NONE if amount is None else bytes_text(amount)

@@ -1,0 +1,158 @@
+"""Before anything is timed: does each contender compute what the baseline does? And how much memory does it take?"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from basp.bench.contender import Contender, Unavailable, Workload
+from basp.bench.memory import PeakMemory
+from basp.bench.registry import load_builder
+from basp.errors import TrainingError
+
+STEPS = 4
+COMPARED = (0, STEPS - 1)
+"""Step 0 has the loss of the weights that all start from; the last has three optimizer steps behind it."""
+
+TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 1e-2}
+"""Relative, of losses."""
+
+_SGD_LR = 0.1
+"""Large enough that a gradient of the wrong size shows in the last loss. AdamW's steps do not depend on its size."""
+
+
+@dataclass
+class Trial:
+    """What became of one contender before the timing.
+
+    Attributes:
+        label: its name, and a number if it is there again.
+        builder: "module:function".
+        does: in its own words; empty if it could not be built.
+        tokens: of each rank.
+        losses: by optimizer, of each step.
+        difference: the largest relative difference to the baseline's losses that are compared, over all ranks.
+        peak: bytes in a step, of the rank that holds most; None where nobody tells.
+        peak_kind: what that is.
+        refusal: why it gets no time; None if it does.
+    """
+
+    label: str
+    builder: str
+    does: str = ""
+    tokens: list[int] = field(default_factory=list)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    difference: float | None = None
+    peak: int | None = None
+    peak_kind: str = ""
+    refusal: str | None = None
+
+
+def try_contenders(
+    builders: dict[str, str],
+    workload: Workload,
+    device: torch.device,
+    *,
+    required: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Trial]:
+    """A trial of each, the first of which is the baseline, alone in memory, a few steps under each optimizer.
+
+    All ranks call this together, and get the same.
+
+    Raises:
+        Unavailable: a required contender, or the baseline, cannot run.
+        TrainingError: a required contender does not compute what the baseline does.
+    """
+    trials = [Trial(label, builder) for label, builder in builders.items()]
+    # The workload's own optimizer comes last: it has the memory that is reported, and what is loaded once is there.
+    for optimizer in sorted(("adamw", "sgd"), key=lambda name: name == workload.optimizer):
+        changes = {"optimizer": optimizer} | ({"lr": _SGD_LR} if optimizer == "sgd" else {})
+        for trial in trials:
+            if trial.refusal is None:
+                say(f"{trial.label}: losses under {optimizer}")
+                _try(trial, replace(workload, **changes), device, must=trial.label in (trials[0].label, *required))
+    for trial in trials[1:]:
+        if trial.refusal is None:
+            _compare(trial, trials[0], workload.dtype)
+            if trial.refusal is not None and trial.label in required:
+                raise TrainingError(
+                    f"{trial.label} was required, and {trial.refusal}",
+                    allowed=f"the losses of {trials[0].label}, within {TOLERANCE[workload.dtype]:g} relative",
+                    remedy="leave it out of --require to see the others' times",
+                )
+    return trials
+
+
+def make_batch(workload: Workload, index: int = 0) -> list[np.ndarray]:
+    """Random token ids, the same on every rank."""
+    random = np.random.default_rng([workload.seed, index])
+    return [random.integers(workload.model["vocab_size"], size=length) for length in workload.lengths]
+
+
+def build_everywhere(path: str, workload: Workload, device: torch.device) -> Contender:
+    """A contender that every rank could build.
+
+    Raises:
+        Unavailable: on every rank, when some could not.
+    """
+    contender: Contender | None = None
+    refusal: Unavailable | None = None
+    try:
+        contender = load_builder(path)(workload, device)
+    except Unavailable as error:
+        refusal = error
+    refusals: list[Unavailable | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    for told in refusals:
+        if told is not None:
+            if contender is not None:
+                contender.close()
+            raise told
+    assert contender is not None
+    return contender
+
+
+def _try(trial: Trial, workload: Workload, device: torch.device, *, must: bool) -> None:
+    gc.collect()
+    memory = PeakMemory(device)
+    try:
+        contender = build_everywhere(trial.builder, workload, device)
+    except Unavailable as error:
+        if must:
+            raise
+        trial.refusal = str(error)
+        return
+    batch = make_batch(workload)  # always the same: then what the optimizer has learnt shows in the loss
+    losses = [contender.step(batch) for _ in range(STEPS - 1)]
+    memory.restart()
+    losses.append(contender.step(batch))
+    trial.losses[workload.optimizer] = losses
+    trial.does, trial.peak_kind = contender.does, memory.kind
+    told: list[tuple[int, int | None]] = [(0, None)] * dist.get_world_size()
+    dist.all_gather_object(told, (contender.tokens, memory.peak()))
+    trial.tokens = [tokens for tokens, _ in told]
+    trial.peak = max((peak for _, peak in told if peak is not None), default=None)
+    contender.close()
+
+
+def _compare(trial: Trial, baseline: Trial, dtype: str) -> None:
+    where: dict[str, float] = {}
+    for optimizer, losses in trial.losses.items():
+        for step in COMPARED:
+            expected = baseline.losses[optimizer][step]
+            difference = abs(losses[step] - expected) / abs(expected)
+            where[f"step {step} under {optimizer}"] = difference if np.isfinite(difference) else float("inf")
+    # Every rank compares its own: a loss that only some have right is wrong.
+    told: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(told, where)
+    worst = {place: max(each[place] for each in told) for place in where}
+    place = max(worst, key=lambda name: worst[name])
+    trial.difference = worst[place]
+    if trial.difference > TOLERANCE[dtype]:
+        trial.refusal = f"its loss differs from {baseline.label}'s by {trial.difference:.1e} relative in {place}"

@@ -319,7 +319,7 @@ def _bench_step(arguments: list[str]) -> int:
     options = _parse(StepOptions, "bench step", arguments)
     from basp.bench.command import run_step
 
-    return run_step(options)
+    return run_step(options, version=basp.__version__)
 
 
 class Command(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,7 @@ class Job:
 
     Attributes:
         what: title of the tables.
+        version: of basp.
         workload: of the steps.
         builders: "module:function" by label; the baseline is first.
         required: labels without which there is no result.
@@ -62,6 +64,7 @@ class Job:
     """
 
     what: str
+    version: str
     workload: Workload
     builders: dict[str, str]
     required: tuple[str, ...]
@@ -70,11 +73,18 @@ class Job:
     nodes: tuple[int, ...] | None = None
 
 
-def run_step(options: StepOptions, *, known: dict[str, str] | None = None, nodes: Sequence[int] | None = None) -> int:
+def run_step(
+    options: StepOptions,
+    *,
+    version: str,
+    known: dict[str, str] | None = None,
+    nodes: Sequence[int] | None = None,
+) -> int:
     """``basp bench step``; returns 0.
 
     Args:
         options: as parsed.
+        version: of basp, for the stamp.
         known: builders of more contenders, by name.
         nodes: node of each rank, instead of what the launcher says.
 
@@ -84,20 +94,13 @@ def run_step(options: StepOptions, *, known: dict[str, str] | None = None, nodes
     """
     check_options(options)
     builders = {name: each.builder for name, each in CONTENDERS.items()} | (known or {})
-    workload = Workload(
-        model_of(options),
-        lengths_of(options),
-        options.optimizer,
-        options.lr,
-        options.dtype,
-        options.seed,
-        options.replicate,
-    )
     labels = labels_of(options)
     for name in labels:
         check_name("a contender", name, builders)
+    workload = _workload(options)
     job = Job(
         f"one training step, {_batch_text(workload.lengths)}, {workload.dtype}",
+        version,
         workload,
         {label: builders[name] for label, name in zip(_numbered(labels), labels, strict=True)},
         options.require,
@@ -108,6 +111,18 @@ def run_step(options: StepOptions, *, known: dict[str, str] | None = None, nodes
     return _run(job, options)
 
 
+def _workload(options: StepOptions) -> Workload:
+    return Workload(
+        model_of(options),
+        lengths_of(options),
+        options.optimizer,
+        options.lr,
+        options.dtype,
+        options.seed,
+        options.replicate,
+    )
+
+
 def _run(job: Job, options: StepOptions) -> int:
     launch = Launch(
         "the benchmark",
@@ -116,18 +131,20 @@ def _run(job: Job, options: StepOptions) -> int:
         lighter="use a smaller model, shorter sequences or fewer contenders",
         preload=("torch", "transformers", "basp.bench.ours"),
     )
+    out = None if options.out is None else Path(options.out).expanduser()
     if under_torchrun():
         place = torchrun_place(launch.backend, ranks=options.ranks, setting="--ranks")
-        with torchrun_rank(place), _Results(options.out if place.rank == 0 else None) as results:
-            run_rank(launch, place, measure, job, results.path)
-            if place.rank == 0:
-                results.show()
+        speaks = place.rank == 0
+        with torchrun_rank(place), _rows_file(out if speaks else None) as path:
+            run_rank(launch, place, measure, job, path)
+            if speaks:
+                _show(path, out)
         return 0
     ranks = local_ranks_of(options)
     check_devices(launch.backend, ranks)
-    with sigterm_as_exit(), _Results(options.out) as results:
-        run_local(launch, ranks, measure, job, results.path)
-        results.show()
+    with sigterm_as_exit(), _rows_file(out) as path:
+        run_local(launch, ranks, measure, job, path)
+        _show(path, out)
     return 0
 
 
@@ -160,53 +177,54 @@ def measure(place: Place, job: Job, path: Path) -> None:
     for contender in contenders.values():
         contender.close()
     if place.rank == 0:
-        about = {"what": job.what, "workload": vars(job.workload), "rounds": job.rounds, "warmup": job.warmup}
+        about = {
+            "what": job.what,
+            "basp": job.version,
+            "workload": vars(job.workload),
+            "rounds": job.rounds,
+            "warmup": job.warmup,
+        }
         write_rows(path, [stamp(place, nodes) | about, *make_rows(trials, times)])
     dist.barrier()  # a rank that leaves while another still receives from it may cut that one off
 
 
-class _Results:
-    """Where rows are written: the user's folder, or one that goes."""
+@contextmanager
+def _rows_file(out: Path | None) -> Iterator[Path]:
+    """Where rows are written: in the user's folder, or in one that goes."""
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="basp-bench-") as folder:
+            yield Path(folder) / ROWS
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {str(out)!r} cannot be made: {error.strerror}",
+            allowed="a folder, new or there",
+            remedy="choose another",
+        ) from error
+    if (out / ROWS).exists():
+        raise ConfigError(
+            f"--out {str(out)!r} holds the rows of another run",
+            allowed=f"a folder without {ROWS}",
+            remedy="choose another, or move that file away",
+        )
+    yield out / ROWS
 
-    def __init__(self, out: str | None) -> None:
-        self._out = None if out is None else Path(out).expanduser()
-        self._temporary = tempfile.TemporaryDirectory(prefix="basp-bench-")
-        self.path = (self._out or Path(self._temporary.name)) / ROWS
 
-    def __enter__(self) -> _Results:
-        if self._out is not None:
-            try:
-                self._out.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"--out {str(self._out)!r} cannot be made: {error.strerror}",
-                    allowed="a folder, new or there",
-                    remedy="choose another",
-                ) from error
-            if self.path.exists():
-                raise ConfigError(
-                    f"--out {str(self._out)!r} holds the rows of another run",
-                    allowed=f"a folder without {ROWS}",
-                    remedy="choose another, or move that file away",
-                )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._temporary.cleanup()
-
-    def show(self) -> None:
-        """Print the table; with a folder of the user's, write it and the picture there."""
-        environment, rows = read_rows(self.path)
-        console = Console(markup=False, highlight=False)
-        console.print(heading(environment) + "\n")
-        for table in rich_tables(rows):
-            console.print(table)
-        for note in notes(rows):
-            console.print(f"- {note}")
-        if self._out is not None:
-            (self._out / "table.md").write_text(markdown(environment, rows), encoding="utf-8")
-            draw(environment, rows, self._out / "plot.png")
-            console.print(f"\nwritten to {self._out}: {ROWS}, table.md, plot.png")
+def _show(path: Path, out: Path | None) -> None:
+    """Print the tables; with a folder of the user's, write them and the picture there."""
+    environment, rows = read_rows(path)
+    console = Console(markup=False, highlight=False)
+    console.print(heading(environment) + "\n")
+    for table in rich_tables(rows):
+        console.print(table)
+    for note in notes(rows):
+        console.print(f"- {note}")
+    if out is not None:
+        (out / "table.md").write_text(markdown(environment, rows), encoding="utf-8")
+        draw(environment, rows, out / "plot.png")
+        console.print(f"\nwritten to {out}: {ROWS}, table.md, plot.png")
 
 
 def _numbered(names: Sequence[str]) -> list[str]:

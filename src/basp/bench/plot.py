@@ -61,7 +61,7 @@ def _draw_bytes(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.barh(range(len(rows)), across, color=_ACROSS, label="across nodes")
     inside = [row["bytes_inside"] / size for row in rows]
     axes.barh(range(len(rows)), inside, left=across, color=_REST, label="inside nodes")
-    axes.set(xlabel=f"{unit} that attention's collectives send in a step, all ranks")
+    axes.set(xlabel=f"{unit} that attention sends in a step, all ranks")
     _legend(axes)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import basp
 from basp.ranks import Place
 
 _INTERFACES = Path("/sys/class/net")
@@ -29,7 +28,6 @@ def stamp(place: Place, nodes: list[int]) -> dict[str, Any]:
         "kind": "environment",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["basp", *sys.argv[1:]]),
-        "basp": basp.__version__,
         "python": platform.python_version(),
         **_versions(),
         "cpu": _cpu(),

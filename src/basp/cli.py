@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 import tyro
 
 import basp
-from basp.bench.options import StepOptions
+from basp.bench.options import AttentionOptions, StepOptions
 from basp.errors import BaspError, ConfigError, DisagreementError, TrainingError
 from basp.flags import Lengths
 from basp.train.config import TrainConfig
@@ -317,9 +317,16 @@ def _bench(arguments: list[str]) -> int:
 
 def _bench_step(arguments: list[str]) -> int:
     options = _parse(StepOptions, "bench step", arguments)
-    from basp.bench.command import run_step
+    from basp.bench.step import run_step
 
     return run_step(options, version=basp.__version__)
+
+
+def _bench_attention(arguments: list[str]) -> int:
+    options = _parse(AttentionOptions, "bench attention", arguments)
+    from basp.bench.attention import run_attention
+
+    return run_attention(options, version=basp.__version__)
 
 
 class Command(NamedTuple):
@@ -331,6 +338,7 @@ class Command(NamedTuple):
 
 BENCHMARKS: dict[str, Command] = {
     "step": Command("one training step: our strategies, and peers", _bench_step),
+    "attention": Command("one attention layer alone: what the executor costs", _bench_attention),
 }
 
 COMMANDS: dict[str, Command] = {
@@ -339,4 +347,5 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("show how a batch is laid out over ranks and what that sends", _plan),
     "lab": Command("an emulated cluster on this machine: make it, run ranks in it, change its links", _lab),
     "bench": Command("measure a training step, beside other systems", _bench),
+    "bench": Command("measure a training step or an attention layer, beside other systems", _bench),
 }

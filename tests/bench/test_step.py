@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from basp.bench.command import run_step
 from basp.bench.contender import Unavailable
 from basp.bench.options import StepOptions
 from basp.bench.rows import read_rows
+from basp.bench.step import run_step
 from basp.cli import main
 from basp.errors import TrainingError
 from basp.strategies import plan
@@ -164,7 +164,7 @@ def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path:
     assert main(flags("--ranks", "2", "--config", str(config), "--contenders", "ulysses")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "one training step, 2 sequences of 32 tokens, float32, 2 ranks on one node"
-    assert [line.split()[0] for line in lines if line.startswith(("  basp", "  ulysses"))] == ["basp", "ulysses"] * 3
+    assert [line.split()[0] for line in lines if line.startswith(("  basp ", "  ulysses "))] == ["basp", "ulysses"] * 3
     assert any(line.startswith("- Ratios are to basp") for line in lines)
 
 
@@ -193,6 +193,7 @@ def test_torchrun_is_joined(tmp_path: Path) -> None:
     [
         (["--contenders", "basp,ulises"], "a contender is 'ulises'"),
         (["--require", "alone"], "a contender is 'alone'"),
+        (["--contenders", ","], "--contenders is empty"),
         (["--rounds", "0"], "--rounds is 0. Allowed: at least 1"),
         (["--heads", "0"], "--heads is 0"),
         (["--lr", "nan"], "--lr is nan"),

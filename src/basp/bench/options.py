@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,9 +13,9 @@ from basp.errors import ConfigError
 from basp.flags import Lengths, Names
 
 BASELINE = "basp"
-"""What the others are compared with."""
+"""What the others are compared with in ``basp bench step``."""
 
-_DEFAULT_BATCH, _DEFAULT_LENGTH, _DEFAULT_RANKS = 2, 2048, 4
+_DEFAULT_RANKS = 4
 
 _SIZES = {
     "hidden": ("hidden_size", 256),
@@ -25,54 +27,30 @@ _SIZES = {
 }
 """Of each flag: its name in a model's config, and its value where neither flag nor config.json gives one."""
 
+_LEAST = {
+    **dict.fromkeys(("rounds", "replicate", "ranks", "batch", "head_dim", *_SIZES), 1),
+    "warmup": 0,
+    "seed": 0,
+    "length": 2,
+}
+
 
 @dataclass(frozen=True)
-class StepOptions:
-    """One training step of one model on one batch, by several contenders in turn, in the same processes.
+class RunOptions:
+    """What all benchmarks have in common."""
 
-    First each must give basp's losses, under SGD and under AdamW; one that does not gets no time. Then they take steps
-    in turns, and every round gives a ratio of each to basp. Under torchrun (or whatever sets its variables) this joins
-    the ranks that are there; else it starts its own.
-
-      basp bench step                                                     basp beside Ulysses, 2 x 2,048 tokens, 4 ranks
-      basp bench step --contenders basp,ulysses,static --lengths 4096,512,512
-      torchrun --nproc-per-node 8 -m basp bench step --config config.json --dtype bfloat16 --out results
-    """
-
-    contenders: Names = (BASELINE, "ulysses")
-    """Of basp, ulysses, fsdp2-ulysses, static, deepspeed, ring; one named twice shows how far equals differ."""
     require: Names = ()
     """Contenders without which the benchmark fails; the others get a row that says why they have no time."""
     lengths: Lengths = ()
     """Tokens of each sequence of the batch; or give --batch and --length."""
     batch: int | None = None
-    """Number of sequences: 2."""
+    """Number of sequences."""
     length: int | None = None
-    """Tokens of each: 2048."""
-    config: str | None = None
-    """A model's config.json; a Llama by default. The sizes below change it."""
-    layers: int | None = None
-    """Number of layers: 2."""
-    hidden: int | None = None
-    """Width: 256."""
-    mlp: int | None = None
-    """Width of the MLP: 512."""
-    heads: int | None = None
-    """Query heads: 8."""
-    kv_heads: int | None = None
-    """Key and value heads; as many as query heads by default."""
-    vocab: int | None = None
-    """Size of the vocabulary: 1024."""
+    """Tokens of each."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of computation. Under bfloat16 weights and optimizer stay in float32."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Of the steps that are timed; both are compared beforehand."""
-    lr: float = 1e-3
-    """Learning rate."""
+    """Of computation. A model's weights and optimizer stay in float32 under bfloat16."""
     seed: int = 0
     """Of weights and of data."""
-    replicate: int = 1
-    """Hybrid sharding: copies of the model, each sharded over neighbouring ranks. Usually the number of nodes."""
     ranks: int | None = None
     """Local ranks to start: 4. Under torchrun its world is used, and this must be left out or equal to it."""
     rounds: int = 5
@@ -87,19 +65,79 @@ class StepOptions:
     """Folder to write: rows.jsonl, table.md, plot.png. It must not hold rows already."""
 
 
-def check_options(options: StepOptions) -> None:
+@dataclass(frozen=True)
+class StepOptions(RunOptions):
+    """One training step of one model on one batch, by several contenders in turn, in the same processes.
+
+    First each must give basp's losses, under SGD and under AdamW; one that does not gets no time. Then they take steps
+    in turns, and every round gives a ratio of each to basp. Under torchrun (or whatever sets its variables) this joins
+    the ranks that are there; else it starts its own.
+
+      basp bench step                                        basp beside Ulysses, 2 x 2,048 tokens, 4 ranks
+      basp bench step --contenders basp,ulysses,static --lengths 4096,512,512
+      torchrun --nproc-per-node 8 -m basp bench step --config config.json --dtype bfloat16 --out results
+    """
+
+    contenders: Names = (BASELINE, "ulysses")
+    """Of basp, ulysses, fsdp2-ulysses, static, deepspeed, ring; one named twice shows how far equals differ."""
+    config: str | None = None
+    """A model's config.json; a Llama by default. The sizes below change it."""
+    layers: int | None = None
+    """Number of layers: 2."""
+    hidden: int | None = None
+    """Width: 256."""
+    mlp: int | None = None
+    """Width of the MLP: 512."""
+    heads: int | None = None
+    """Query heads: 8."""
+    kv_heads: int | None = None
+    """Key and value heads; as many as query heads by default."""
+    vocab: int | None = None
+    """Size of the vocabulary: 1024."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Of the steps that are timed; both are compared beforehand."""
+    lr: float = 1e-3
+    """Learning rate."""
+    replicate: int = 1
+    """Hybrid sharding: copies of the model, each sharded over neighbouring ranks. Usually the number of nodes."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions(RunOptions):
+    """One attention layer, forward and backward, without a model: what the executor itself costs.
+
+    Outputs and gradients are compared first. Ratios are to the contender that is named first, by default a Ulysses
+    layer written by hand; over one sequence the plan of basp *is* Ulysses, and a general executor can only lose.
+
+      basp bench attention                                   one sequence of 8,192 tokens on 4 ranks
+      basp bench attention --inside exchange --rounds 24     packing, collectives and unpacking alone
+      basp bench attention --batch 2 --length 4096 --contenders by-hand,basp,ring
+    """
+
+    contenders: Names = ("by-hand", "by-hand-packed", "ulysses", BASELINE)
+    """Of by-hand, by-hand-packed, ulysses, basp, yunchang, ring; the first is the baseline."""
+    heads: int = 16
+    """Query heads."""
+    kv_heads: int = 4
+    """Key and value heads."""
+    head_dim: int = 64
+    """Elements of one head."""
+    inside: Literal["attention", "exchange"] = "attention"
+    """attention: sdpa, as in training. exchange: q + k + v in its place, so that only the exchange takes time."""
+
+
+def check_options(options: RunOptions) -> None:
     """Refuse numbers out of range, and flags that contradict each other.
 
     Raises:
         ConfigError: naming the flag.
     """
-    least = {"rounds": 1, "warmup": 0, "replicate": 1, "ranks": 1, "batch": 1, "length": 2, "seed": 0}
-    for name, bound in {**least, **dict.fromkeys(_SIZES, 1)}.items():
-        value = getattr(options, name)
+    for name, bound in _LEAST.items():
+        value = getattr(options, name, None)
         if value is not None and value < bound:
             raise _refusal(name, value, f"at least {bound}")
     for name in ("lr", "timeout"):
-        if not 0 < getattr(options, name) < float("inf"):
+        if not 0 < getattr(options, name, 1) < float("inf"):
             raise _refusal(name, getattr(options, name), "a finite number above 0")
     if options.lengths and (options.batch is not None or options.length is not None):
         raise ConfigError(
@@ -107,10 +145,10 @@ def check_options(options: StepOptions) -> None:
             allowed="--lengths, or the other two",
             remedy="write out every length, or leave --lengths out",
         )
+    if isinstance(options, StepOptions | AttentionOptions) and not options.contenders:
+        raise _refusal("contenders", "empty", f"names, as in {BASELINE},ulysses")
     if any(length < 2 for length in options.lengths):
         raise _refusal("lengths", ",".join(map(str, options.lengths)), "at least 2 tokens each: one predicts the next")
-    if not options.contenders:
-        raise _refusal("contenders", "''", f"names, as in {BASELINE},ulysses")
 
 
 def _refusal(name: str, value: Any, allowed: str) -> ConfigError:
@@ -120,37 +158,57 @@ def _refusal(name: str, value: Any, allowed: str) -> ConfigError:
 
 def labels_of(options: StepOptions) -> tuple[str, ...]:
     """Contenders in the order of their rows: the baseline is always there, and first. A name may be there again."""
-    wanted = [name for name in options.contenders if name != BASELINE]
-    again = [BASELINE] * max(0, options.contenders.count(BASELINE) - 1)
-    missing = [name for name in options.require if name not in (*options.contenders, BASELINE)]
-    return (BASELINE, *again, *wanted, *missing)
+    others = [name for name in options.contenders if name != BASELINE]
+    again = [BASELINE] * (options.contenders.count(BASELINE) - 1)
+    return with_required((BASELINE, *again, *others), options.require)
 
 
-def lengths_of(options: StepOptions) -> tuple[int, ...]:
+def with_required(names: Sequence[str], required: Sequence[str]) -> tuple[str, ...]:
+    """Contenders that are asked for, and behind them those that are only required."""
+    return (*names, *(name for name in required if name not in names))
+
+
+def number_labels(names: Sequence[str]) -> list[str]:
+    """The second "basp" becomes "basp #2"."""
+    seen: Counter[str] = Counter()
+    labels: list[str] = []
+    for name in names:
+        seen[name] += 1
+        labels.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
+    return labels
+
+
+def lengths_of(options: RunOptions) -> tuple[int, ...]:
     """Tokens of each sequence."""
-    return options.lengths or (options.length or _DEFAULT_LENGTH,) * (options.batch or _DEFAULT_BATCH)
+    batch, length = (2, 2048) if isinstance(options, StepOptions) else (1, 8192)
+    return options.lengths or (options.length or length,) * (options.batch or batch)
 
 
-def local_ranks_of(options: StepOptions) -> int:
+def text_of(lengths: Sequence[int]) -> str:
+    """A batch in a few words."""
+    if len(set(lengths)) == 1:
+        return f"{len(lengths)} x {lengths[0]:,} tokens"
+    return f"{len(lengths)} sequences of {sum(lengths):,} tokens"
+
+
+def local_ranks_of(options: RunOptions) -> int:
     """Ranks to start where none are there."""
     return options.ranks or _DEFAULT_RANKS
 
 
 def model_of(options: StepOptions) -> dict[str, Any]:
-    """The model's config, as ``AutoConfig.for_model`` takes it; with as many positions as the batch needs.
+    """The model's config, as ``AutoConfig.for_model`` takes it; a Llama has as many positions as the batch needs.
 
     Raises:
         ConfigError: a config.json that cannot be read.
     """
     given = {key: getattr(options, flag) for flag, (key, _) in _SIZES.items() if getattr(options, flag) is not None}
     if options.config is not None:
-        model = {**_read_config(options.config), **given}
-    else:
-        defaults = {key: value for key, value in _SIZES.values() if value is not None}
-        model = {"model_type": "llama", **defaults, **given}
-        model.setdefault("num_key_value_heads", model["num_attention_heads"])
-        model.setdefault("max_position_embeddings", max(lengths_of(options)))
-    return model
+        return {**_read_config(options.config), **given}
+    defaults = {key: value for key, value in _SIZES.values() if value is not None}
+    model = {"model_type": "llama", **defaults, **given}
+    model.setdefault("num_key_value_heads", model["num_attention_heads"])
+    return model | {"max_position_embeddings": max(lengths_of(options))}
 
 
 def _read_config(path: str) -> dict[str, Any]:

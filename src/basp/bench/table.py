@@ -17,9 +17,8 @@ Row = Mapping[str, Any]
 _ABOUT = (
     "Ratios are to {base}, round by round. The all-to-all is the time inside attention's collectives, forward and "
     "backward, after a barrier, of the rank that is longest in them; its share is of the step of the slowest rank "
-    "without those barriers. Bytes are of a step and of all ranks; an interface counts everything that leaves its "
-    "node, weights and gradients as well. Memory is the most that a rank had {peak} in a step. Losses are compared at "
-    "steps 0 and 3, under SGD and AdamW; the largest relative difference is shown."
+    "without those barriers. Bytes are of a step and of all ranks; the wire's are what the interfaces named in "
+    "the environment sent in a timed step, all collectives together."
 )
 
 
@@ -38,16 +37,16 @@ TABLES: dict[str, list[Column]] = {
         Column("extremes", lambda row: _range(row["step_ratio"], "min", "max")),
         Column("cpu ratio", lambda row: f"{row['cpu_ratio']['median']:.3f}"),
     ],
-    "attention's collectives": [
+    "attention's collectives; bytes inside nodes and across": [
         Column("all-to-all", lambda row: f"{100 * row['all_to_all_share']:.1f} %"),
         Column("ratio", lambda row: _ratio((row["all_to_all_ratio"] or {}).get("median"))),
-        Column("inside nodes", lambda row: bytes_text(row["bytes_inside"])),
+        Column("inside", lambda row: bytes_text(row["bytes_inside"])),
         Column("across", lambda row: bytes_text(row["bytes_across"])),
         Column("ratio", lambda row: _ratio(row["bytes_across_ratio"])),
-        Column("interfaces", lambda row: _bytes(row["interface_bytes"])),
+        Column("wire", lambda row: _bytes(row["interface_bytes"])),
     ],
     "the same work?": [
-        Column("loss differs", lambda row: _difference(row["loss_difference"])),
+        Column("differs", lambda row: _difference(row["loss_difference"])),
         Column("tokens/rank", lambda row: f"{max(row['tokens']):,}" if row["tokens"] else _NONE),
         Column("memory", lambda row: _bytes(row["peak_bytes"])),
     ],
@@ -73,11 +72,14 @@ def heading(environment: Row) -> str:
     return f"{environment['what']}, {environment['world']} ranks on {nodes}"
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
+def notes(environment: Row, rows: Sequence[Row]) -> list[str]:
     """What each contender does, why one has no time, and what the columns are."""
     lines = [f"{row['name']}: {row['does']}" for row in rows if row["does"]]
     lines += [f"{row['name']} has no time: {row['refusal']}" for row in rows if row["refusal"]]
-    return [*lines, _ABOUT.format(base=rows[0]["name"], peak=rows[0]["peak_is"])]
+    about = _ABOUT.format(base=rows[0]["name"]) + f" {environment['compared']}"
+    if rows[0]["peak_is"]:
+        about += f" Memory is the most that a rank had {rows[0]['peak_is']} in a step."
+    return [*lines, about]
 
 
 def rich_tables(rows: Sequence[Row]) -> list[Table]:
@@ -86,7 +88,7 @@ def rich_tables(rows: Sequence[Row]) -> list[Table]:
     for title, columns in TABLES.items():
         table = Table(title=title, title_justify="left", box=SIMPLE)
         for number, name in enumerate(["", *(column.heading for column in columns)]):
-            table.add_column(name, justify="right" if number else "left")
+            table.add_column(name, justify="right" if number else "left", no_wrap=True)
         for each in cells(rows, title):
             table.add_row(*each)
         made.append(table)
@@ -99,7 +101,7 @@ def markdown(environment: Row, rows: Sequence[Row]) -> str:
     for title, columns in TABLES.items():
         lines += [f"**{title}**", "", _line(["", *(column.heading for column in columns)])]
         lines += [_line(["---"] + ["---:"] * len(columns)), *(_line(each) for each in cells(rows, title)), ""]
-    lines += [f"- {note}" for note in notes(rows)]
+    lines += [f"- {note}" for note in notes(environment, rows)]
     lines += ["", f"`{environment['command']}`", "", _where(environment)]
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from basp.bench.contender import Contender
 from basp.bench.stamp import sent_bytes
 from basp.bench.stopwatch import Stopwatch, wait_for
 from basp.ranks import Place
@@ -43,9 +42,12 @@ class Times:
 Batch = Callable[[int], Sequence[np.ndarray]]
 """The batch of a round."""
 
+Step = Callable[[Sequence[np.ndarray]], object]
+"""A contender's, of a batch."""
+
 
 def time_steps(
-    contenders: Mapping[str, Contender],
+    steps: Mapping[str, Step],
     batch: Batch,
     *,
     rounds: int,
@@ -55,10 +57,10 @@ def time_steps(
     place: Place,
     say: Callable[[str], None],
 ) -> dict[str, Times]:
-    """Every contender's times. All ranks call this together.
+    """The times of every contender's steps. All ranks call this together.
 
     Args:
-        contenders: by label.
+        steps: by label.
         batch: gives the token ids of a round.
         rounds: timed ones, and as many with the stopwatch.
         warmup: rounds before.
@@ -67,19 +69,19 @@ def time_steps(
         place: of this rank.
         say: shows progress.
     """
-    times = {label: Times() for label in contenders}
+    times = {label: Times() for label in steps}
     for number in range(warmup):
         say(f"warm-up {number + 1}/{warmup}")
-        for contender in contenders.values():
-            contender.step(batch(number))
+        for step in steps.values():
+            step(batch(number))
     for number in range(rounds):
         say(f"round {number + 1}/{rounds}")
-        for label in turns(list(contenders), number):
-            _time_step(times[label], contenders[label], batch(warmup + number), interfaces, place)
+        for label in turns(list(steps), number):
+            _time_step(times[label], steps[label], batch(warmup + number), interfaces, place)
     for number in range(rounds):
         say(f"with stopwatch {number + 1}/{rounds}")
-        for label in turns(list(contenders), number):
-            _watch_step(times[label], contenders[label], batch(warmup + rounds + number), nodes, place.device)
+        for label in turns(list(steps), number):
+            _watch_step(times[label], steps[label], batch(warmup + rounds + number), nodes, place.device)
     return times
 
 
@@ -88,15 +90,13 @@ def turns(labels: list[str], number: int) -> Iterator[str]:
     return reversed(labels) if number % 2 else iter(labels)
 
 
-def _time_step(
-    times: Times, contender: Contender, batch: Sequence[np.ndarray], interfaces: list[str], place: Place
-) -> None:
+def _time_step(times: Times, step: Step, batch: Sequence[np.ndarray], interfaces: list[str], place: Place) -> None:
     reads = interfaces if place.local_rank == 0 else []  # one rank of each node
     wait_for(place.device)
     before = sent_bytes(reads)
     dist.barrier()
     start, start_cpu = time.perf_counter(), time.process_time()
-    contender.step(batch)
+    step(batch)
     wait_for(place.device)
     seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
     dist.barrier()  # other ranks of this node may still be sending
@@ -109,13 +109,13 @@ def _time_step(
 
 
 def _watch_step(
-    times: Times, contender: Contender, batch: Sequence[np.ndarray], nodes: Sequence[int], device: torch.device
+    times: Times, step: Step, batch: Sequence[np.ndarray], nodes: Sequence[int], device: torch.device
 ) -> None:
     wait_for(device)
     dist.barrier()
     with Stopwatch(device) as watch:
         start = time.perf_counter()
-        contender.step(batch)
+        step(batch)
         wait_for(device)
         seconds = time.perf_counter() - start - watch.waited
     same = np.asarray(nodes) == nodes[dist.get_rank()]

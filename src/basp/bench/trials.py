@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,12 +16,19 @@ from basp.bench.memory import PeakMemory
 from basp.bench.registry import load_builder
 from basp.errors import TrainingError
 
+Made = TypeVar("Made")
+
 STEPS = 4
 COMPARED = (0, STEPS - 1)
 """Step 0 has the loss of the weights that all start from; the last has three optimizer steps behind it."""
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 1e-2}
 """Relative, of losses."""
+
+COMPARISON = (
+    f"Losses are compared at steps {COMPARED[0]} and {COMPARED[1]}, under SGD and under AdamW; the largest relative "
+    "difference is shown."
+)
 
 _SGD_LR = 0.1
 """Large enough that a gradient of the wrong size shows in the last loss. AdamW's steps do not depend on its size."""
@@ -101,21 +109,30 @@ def build_everywhere(path: str, workload: Workload, device: torch.device) -> Con
     Raises:
         Unavailable: on every rank, when some could not.
     """
-    contender: Contender | None = None
+    return on_all_ranks(lambda: load_builder(path)(workload, device), undo=lambda contender: contender.close())
+
+
+def on_all_ranks(build: Callable[[], Made], *, undo: Callable[[Made], None] = lambda _: None) -> Made:
+    """What ``build`` makes, once every rank has made its own.
+
+    Raises:
+        Unavailable: on every rank, when some could not; the others have undone theirs.
+    """
+    made: Made | None = None
     refusal: Unavailable | None = None
     try:
-        contender = load_builder(path)(workload, device)
+        made = build()
     except Unavailable as error:
         refusal = error
     refusals: list[Unavailable | None] = [None] * dist.get_world_size()
     dist.all_gather_object(refusals, refusal)
     for told in refusals:
         if told is not None:
-            if contender is not None:
-                contender.close()
+            if made is not None:
+                undo(made)
             raise told
-    assert contender is not None
-    return contender
+    assert made is not None
+    return made
 
 
 def _try(trial: Trial, workload: Workload, device: torch.device, *, must: bool) -> None:

@@ -346,6 +346,5 @@ COMMANDS: dict[str, Command] = {
     "check": Command("compare one process with N ranks on a model: loss, logits, every gradient", _check),
     "plan": Command("show how a batch is laid out over ranks and what that sends", _plan),
     "lab": Command("an emulated cluster on this machine: make it, run ranks in it, change its links", _lab),
-    "bench": Command("measure a training step, beside other systems", _bench),
     "bench": Command("measure a training step or an attention layer, beside other systems", _bench),
 }

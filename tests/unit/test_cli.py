@@ -65,7 +65,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("basp: error: the command is 'trian'. Allowed: check, lab, plan, train")
+    assert error.startswith("basp: error: the command is 'trian'. Allowed: bench, check, lab, plan, train")
     assert error.startswith("basp: error: the command is 'trian'. Allowed: bench, check, plan, train")
     assert "use 'train', the nearest" in error
 

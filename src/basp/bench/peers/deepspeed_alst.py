@@ -1,0 +1,150 @@
+"""DeepSpeed's ALST: Ulysses for transformers (``UlyssesSPAttentionHF``) and ZeRO-3, as its recipe puts them together.
+
+The recipe wraps an attention implementation by name, for the whole process. Here that is a name of our own with
+transformers' sdpa function behind it, so that "sdpa" stays as it was for everybody else. DeepSpeed's groups are globals:
+there can be one such contender in a process at a time, and ``close`` makes room for the next.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from basp.batches import IGNORED
+from basp.bench.contender import Unavailable, Workload
+from basp.bench.peers.padded import (
+    build_model,
+    build_optimizer,
+    check_heads,
+    compute_dtype,
+    cut,
+    describe_padding,
+    padded_length,
+    read_config,
+)
+
+NAME = "deepspeed-alst"
+
+_ATTENTION = "basp_bench_alst"
+
+
+def build(workload: Workload, device: torch.device) -> AlstContender:
+    """Called on every rank after ``init_process_group``.
+
+    Raises:
+        Unavailable: without DeepSpeed, with hybrid sharding, on one rank, or with heads that the ranks cannot share.
+    """
+    ranks = dist.get_world_size()
+    if ranks == 1 or workload.replicate != 1:
+        raise Unavailable(
+            f"{ranks} ranks and {workload.replicate} copies of the model",
+            allowed="at least 2 ranks, and ZeRO-3 over all of them",
+            remedy="choose replicate = 1 and more ranks",
+        )
+    compute_dtype(workload)
+    config = read_config(workload)
+    heads = check_heads(config, ranks)
+    try:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    except ImportError as error:
+        raise Unavailable(
+            f"no DeepSpeed: {error}",
+            allowed="deepspeed 0.19.8",
+            remedy="install it as bench/requirements.txt says",
+        ) from error
+    if get_accelerator().device_name() != device.type:
+        raise Unavailable(
+            f"a DeepSpeed that runs on {get_accelerator().device_name()}, and a workload on {device.type}",
+            allowed="the same device for both",
+            remedy=f"set DS_ACCELERATOR={device.type} in the environment",
+        )
+    model = build_model(config, workload, name=_ATTENTION, attention=sdpa_attention_forward)
+    # DeepSpeed takes the local rank from the environment alone, in every step, and only torchrun has set it there.
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank() if device.index is None else device.index))
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model,
+        core_attn_implementation=_ATTENTION,
+        sequence_parallel_size=ranks,
+        micro_batch_size=len(workload.lengths),
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=build_optimizer(workload, model), config=_settings(workload, ranks), mpu=mpu
+    )
+    does = (
+        f"DeepSpeed {deepspeed.__version__}: Ulysses over all {ranks} ranks around torch's sdpa, ZeRO-3, "
+        f"torch's {workload.optimizer}; {describe_padding(workload.lengths, ranks)}; {heads}"
+    )
+    return AlstContender(engine, workload, device, does=does)
+
+
+def _settings(workload: Workload, ranks: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": len(workload.lengths),
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # absent, it would be 1.0
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,  # torch's SGD is not on its list
+        "bf16": {"enabled": workload.dtype == "bfloat16"},
+        "sequence_parallel_size": ranks,
+        "steps_per_print": None,
+    }
+
+
+class AlstContender:
+    """A DeepSpeed engine, of which each rank computes its slice of the padded batch.
+
+    Args:
+        engine: that ``deepspeed.initialize`` made.
+        workload: gives the shapes.
+        device: of the model.
+        does: with the workload.
+    """
+
+    def __init__(self, engine: Any, workload: Workload, device: torch.device, *, does: str) -> None:
+        self.name, self.does = NAME, does
+        self._engine, self._device = engine, device
+        self._place = {"ranks": dist.get_world_size(), "rank": dist.get_rank()}
+        ranks = self._place["ranks"]
+        self.tokens = len(workload.lengths) * padded_length(workload.lengths, ranks) // ranks
+
+    def step(self, sequences: Sequence[np.ndarray]) -> float:
+        """See ``Contender``."""
+        part = cut(sequences, **self._place, device=self._device)
+        logits = self._engine(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
+        loss = self._loss(logits, part.targets)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.item()
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The recipe's: the mean of each rank's shard, weighted by its tokens that have a label."""
+        own: Tensor = self._engine.module.loss_function(
+            logits=logits, labels=None, shift_labels=targets, vocab_size=logits.shape[-1]
+        )
+        group = dist.group.WORLD
+        means = all_gather(own, group=group)
+        counts = all_gather((targets != IGNORED).sum(), group=group)
+        # A shard of padding alone has no mean: nan, which a weight of 0 would not make go away.
+        weighted = [mean * count for mean, count in zip(means, counts, strict=True) if count]
+        return torch.stack(weighted).sum() / sum(counts)
+
+    def close(self) -> None:
+        """Let go of the engine, and of the groups that only one contender can have."""
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+        from deepspeed.utils import groups
+
+        self._engine.destroy()
+        del self._engine
+        parallel_state_sp._release_sequence_parallel_groups()
+        groups.mpu = None

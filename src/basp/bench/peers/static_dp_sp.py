@@ -1,0 +1,66 @@
+"""A static mesh beside one's batches: data parallel over sequences, Ulysses within each group, under FSDP2."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from basp.bench.contender import Unavailable, Workload
+from basp.bench.peers.padded import (
+    FsdpContender,
+    build_model,
+    check_heads,
+    compute_dtype,
+    describe_padding,
+    read_config,
+)
+from basp.bench.peers.ulysses_fsdp2 import ulysses_attention
+
+NAME = "fsdp2-static"
+
+
+def build(workload: Workload, device: torch.device) -> FsdpContender:
+    """Called on every rank after ``init_process_group``.
+
+    Raises:
+        Unavailable: without yunchang, or where neither sequences nor ranks divide the other, or with heads that the
+            ranks of a group cannot share.
+    """
+    ranks, sequences = dist.get_world_size(), len(workload.lengths)
+    groups, each = split(ranks, sequences)
+    degree = ranks // groups
+    compute_dtype(workload)
+    config = read_config(workload)
+    heads = check_heads(config, degree)
+    model = build_model(config, workload, name="basp_bench_static", attention=ulysses_attention())
+    # Consecutive ranks make a group, as they sit on one node.
+    mesh = init_device_mesh(device.type, (groups, degree), mesh_dim_names=("dp", "sp"))
+    first = mesh.get_local_rank("dp") * each
+    own = slice(first, first + each)
+    return FsdpContender(
+        model,
+        workload,
+        device,
+        name=NAME,
+        does=f"DP = {groups} x SP = {degree}, {each} of the sequences in each group; on rank {dist.get_rank()} "
+        f"{describe_padding(workload.lengths[own], degree)}; {heads}",
+        own=own,
+        group=mesh.get_group("sp"),
+    )
+
+
+def split(ranks: int, sequences: int) -> tuple[int, int]:
+    """(groups of ranks, sequences of each group).
+
+    Raises:
+        Unavailable: neither divides the other.
+    """
+    if ranks % sequences and sequences % ranks:
+        raise Unavailable(
+            f"{sequences} sequences on {ranks} ranks",
+            allowed="sequences that divide the ranks, or that the ranks divide",
+            remedy="choose another batch: a static mesh has no place for this one",
+        )
+    groups = min(ranks, sequences)
+    return groups, sequences // groups

@@ -1,22 +1,29 @@
 """DeepSpeed's ALST: Ulysses for transformers (``UlyssesSPAttentionHF``) and ZeRO-3, as its recipe puts them together.
 
 The recipe wraps an attention implementation by name, for the whole process. Here that is a name of our own with
-transformers' sdpa function behind it, so that "sdpa" stays as it was for everybody else. DeepSpeed's groups are globals:
-there can be one such contender in a process at a time, and ``close`` makes room for the next.
+transformers' sdpa function behind it, so that "sdpa" stays as it was for everybody else. DeepSpeed's groups are
+globals: there can be one such contender in a process at a time. ZeRO-3 replaces ``torch.nn.functional.linear``, for
+every model: do not time others before ``close``, which puts everything back.
+
+Lengths must be a multiple of the ranks, so sequences are padded. Packing is no way out: around sdpa the recipe drops
+every mask but the causal one, and documents in one row would see each other.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from basp.batches import IGNORED
 from basp.bench.contender import Unavailable, Workload
@@ -45,7 +52,7 @@ def build(workload: Workload, device: torch.device) -> AlstContender:
     ranks = dist.get_world_size()
     if ranks == 1 or workload.replicate != 1:
         raise Unavailable(
-            f"{ranks} ranks and {workload.replicate} copies of the model",
+            f"ranks = {ranks}, replicate = {workload.replicate}",
             allowed="at least 2 ranks, and ZeRO-3 over all of them",
             remedy="choose replicate = 1 and more ranks",
         )
@@ -54,7 +61,7 @@ def build(workload: Workload, device: torch.device) -> AlstContender:
     heads = check_heads(config, ranks)
     try:
         import deepspeed
-        from deepspeed.accelerator import get_accelerator
+        from deepspeed import get_accelerator
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     except ImportError as error:
         raise Unavailable(
@@ -62,16 +69,25 @@ def build(workload: Workload, device: torch.device) -> AlstContender:
             allowed="deepspeed 0.19.8",
             remedy="install it as bench/requirements.txt says",
         ) from error
-    if get_accelerator().device_name() != device.type:
+    accelerator: Any = get_accelerator()
+    if accelerator.device_name() != device.type:
         raise Unavailable(
-            f"a DeepSpeed that runs on {get_accelerator().device_name()}, and a workload on {device.type}",
+            f"a DeepSpeed that runs on {accelerator.device_name()}, and a workload on {device.type}",
             allowed="the same device for both",
             remedy=f"set DS_ACCELERATOR={device.type} in the environment",
         )
     model = build_model(config, workload, name=_ATTENTION, attention=sdpa_attention_forward)
+    linear = F.linear
     # DeepSpeed takes the local rank from the environment alone, in every step, and only torchrun has set it there.
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank() if device.index is None else device.index))
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    try:
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    except RuntimeError as error:  # on a CPU it compiles an operator here
+        raise Unavailable(
+            f"a DeepSpeed that cannot start: {str(error).splitlines()[0].rstrip('. ')}",
+            allowed="on a CPU, a C++ compiler and ninja on the PATH",
+            remedy="install both, and activate the environment that has ninja",
+        ) from error
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation=_ATTENTION,
@@ -83,9 +99,10 @@ def build(workload: Workload, device: torch.device) -> AlstContender:
     )
     does = (
         f"DeepSpeed {deepspeed.__version__}: Ulysses over all {ranks} ranks around torch's sdpa, ZeRO-3, "
-        f"torch's {workload.optimizer}; {describe_padding(workload.lengths, ranks)}; {heads}"
+        f"torch's {workload.optimizer}, small weights whole on each rank; "
+        f"{describe_padding([workload.lengths], ranks)}; {heads}"
     )
-    return AlstContender(engine, workload, device, does=does)
+    return AlstContender(engine, workload, device, does=does, linear=linear)
 
 
 def _settings(workload: Workload, ranks: int) -> dict[str, Any]:
@@ -109,11 +126,14 @@ class AlstContender:
         workload: gives the shapes.
         device: of the model.
         does: with the workload.
+        linear: ``torch.nn.functional.linear`` as it was before the engine.
     """
 
-    def __init__(self, engine: Any, workload: Workload, device: torch.device, *, does: str) -> None:
+    def __init__(
+        self, engine: Any, workload: Workload, device: torch.device, *, does: str, linear: Callable[..., Tensor]
+    ) -> None:
         self.name, self.does = NAME, does
-        self._engine, self._device = engine, device
+        self._engine, self._device, self._linear = engine, device, linear
         self._place = {"ranks": dist.get_world_size(), "rank": dist.get_rank()}
         ranks = self._place["ranks"]
         self.tokens = len(workload.lengths) * padded_length(workload.lengths, ranks) // ranks
@@ -121,10 +141,13 @@ class AlstContender:
     def step(self, sequences: Sequence[np.ndarray]) -> float:
         """See ``Contender``."""
         part = cut(sequences, **self._place, device=self._device)
-        logits = self._engine(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
-        loss = self._loss(logits, part.targets)
-        self._engine.backward(loss)
-        self._engine.step()
+        with warnings.catch_warnings():
+            # DeepSpeed and its recipe call what newer torch deprecates, each time anew.
+            warnings.simplefilter("ignore", FutureWarning)
+            logits = self._engine(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
+            loss = self._loss(logits, part.targets)
+            self._engine.backward(loss)
+            self._engine.step()
         return loss.item()
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -140,11 +163,13 @@ class AlstContender:
         return torch.stack(weighted).sum() / sum(counts)
 
     def close(self) -> None:
-        """Let go of the engine, and of the groups that only one contender can have."""
+        """Let go of the engine, and put back the globals that it has changed."""
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from deepspeed.utils import groups
 
         self._engine.destroy()
         del self._engine
+        F.linear = self._linear
+        del ALL_ATTENTION_FUNCTIONS[_ATTENTION]  # DeepSpeed's wrapper, which hides the function registered under it
         parallel_state_sp._release_sequence_parallel_groups()
         groups.mpu = None

@@ -54,7 +54,8 @@ def padded_length(lengths: Sequence[int], ranks: int) -> int:
 def cut(sequences: Sequence[np.ndarray], *, ranks: int, rank: int, device: torch.device) -> Part:
     """The slice that ``rank`` of ``ranks`` holds of all these sequences, padded at their ends to one length.
 
-    Causal attention never looks from a token to the padding behind it, and padding has no label: the loss is as without.
+    Causal attention never looks from a token to the padding behind it, and padding has no label: the loss is as
+    without.
     """
     length = padded_length([len(sequence) for sequence in sequences], ranks)
     ids = np.zeros((len(sequences), length), dtype=np.int64)
@@ -67,12 +68,10 @@ def cut(sequences: Sequence[np.ndarray], *, ranks: int, rank: int, device: torch
     return Part(*(torch.from_numpy(table[:, own].copy()).to(device) for table in (ids, positions, targets)))
 
 
-def describe_padding(lengths: Sequence[int], ranks: int) -> str:
-    """What ``cut`` adds, as a phrase."""
-    length = padded_length(lengths, ranks)
-    if all(own == length for own in lengths):
-        return "no padding"
-    return f"each padded to {length} tokens ({length * len(lengths) - sum(lengths)} of padding in all)"
+def describe_padding(groups: Sequence[Sequence[int]], ranks: int) -> str:
+    """What ``cut`` adds to these groups' sequences, each group's being shared by ``ranks``, as a phrase."""
+    padding = sum(padded_length(lengths, ranks) * len(lengths) - sum(lengths) for lengths in groups)
+    return f"{padding} tokens of padding at sequences' ends" if padding else "no padding"
 
 
 def valid_tokens(sequences: Sequence[np.ndarray]) -> int:
@@ -161,7 +160,7 @@ def check_heads(config: PreTrainedConfig, ranks: int) -> str:
             allowed="query heads that the ranks divide, and kv heads that they divide or that divide them",
             remedy="choose other heads or another number of ranks",
         )
-    return f"{kv_heads} kv heads repeated to {ranks}" if kv_heads < ranks else f"{kv_heads} kv heads, none repeated"
+    return f"kv heads repeated from {kv_heads} to {ranks}" if kv_heads < ranks else "no kv head repeated"
 
 
 # ---- FSDP2

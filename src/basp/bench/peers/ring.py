@@ -1,7 +1,7 @@
 """Ring attention of our own: keys and values go round all ranks, queries stay. Plain, under FSDP2.
 
-Each rank holds a contiguous slice of every sequence. Under a causal mask the first rank then needs one block of keys and
-the last all N, and every step of the ring waits for the slowest: no zig-zag evens that out here. torch's own
+Each rank holds a contiguous slice of every sequence. Under a causal mask the first rank then needs one block of keys
+and the last all N, and every step of the ring waits for the slowest: no zig-zag evens that out here. torch's own
 ``context_parallel`` does, on CUDA only; this one runs on any device, and gives way to it there in a later step.
 """
 
@@ -44,7 +44,7 @@ def build(workload: Workload, device: torch.device) -> FsdpContender:
         device,
         name=NAME,
         does=f"ring (ours, plain): K and V once round all {ranks} ranks, contiguous slices, no zig-zag: the last rank "
-        f"attends to {ranks} blocks and the first to 1; {kernel}; {describe_padding(workload.lengths, ranks)}",
+        f"attends to {ranks} blocks and the first to 1; {kernel}; {describe_padding([workload.lengths], ranks)}",
         own=slice(None),
         group=group,
     )
@@ -145,7 +145,7 @@ class _Ring:
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to two sets of keys from attention to each: outputs [B, H, T, D] and log-sum-exps [B, H, T], float32."""
+    """Attention to two sets of keys from attention to each: out [B, H, T, D], log-sum-exp [B, H, T], in float32."""
     both = torch.logaddexp(lse, block_lse)
     return out * (lse - both).exp()[..., None] + block_out * (block_lse - both).exp()[..., None], both
 
@@ -155,9 +155,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if q.device.type == "cpu":  # no public function of torch gives the log-sum-exp as well
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    scores = _scores(q, k, scale=scale, causal=causal)
-    lse = scores.logsumexp(dim=-1)
-    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+    return attend_plainly(q, k, v, scale=scale, causal=causal)
 
 
 def differentiate_block(
@@ -167,15 +165,29 @@ def differentiate_block(
     kv_heads = k.shape[1]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if q.device.type == "cpu":
-        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
+        flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = flash_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     else:
-        weights = (_scores(q, k, scale=scale, causal=causal) - lse[..., None]).exp()
-        inner = (grad.float() @ v.float().mT - (grad.float() * out.float()).sum(-1, keepdim=True)) * weights * scale
-        inner, weights = inner.to(q.dtype), weights.to(q.dtype)
-        grad_q, grad_k, grad_v = inner @ k, inner.mT @ q, weights.mT @ grad
-    return grad_q, *(x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (grad_k, grad_v))
+        grads = differentiate_plainly(grad, q, k, v, out, lse, scale=scale, causal=causal)
+    grad_k, grad_v = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in grads[1:])
+    return grads[0], grad_k, grad_v
+
+
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """``attend_block`` for as many heads of k and v as of q, with all scores in memory."""
+    scores = _scores(q, k, scale=scale, causal=causal)
+    lse = scores.logsumexp(dim=-1)
+    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+def differentiate_plainly(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``differentiate_block`` for as many heads of k and v as of q, with all scores in memory."""
+    weights = (_scores(q, k, scale=scale, causal=causal) - lse[..., None]).exp()
+    spread = (grad @ v.mT).float() - (grad.float() * out.float()).sum(dim=-1, keepdim=True)
+    of_scores = (weights * spread * scale).to(q.dtype)
+    return of_scores @ k, of_scores.mT @ q, weights.to(q.dtype).mT @ grad
 
 
 def _scores(q: Tensor, k: Tensor, *, scale: float, causal: bool) -> Tensor:

@@ -36,16 +36,16 @@ def build(workload: Workload, device: torch.device) -> FsdpContender:
     model = build_model(config, workload, name="basp_bench_static", attention=ulysses_attention())
     # Consecutive ranks make a group, as they sit on one node.
     mesh = init_device_mesh(device.type, (groups, degree), mesh_dim_names=("dp", "sp"))
-    first = mesh.get_local_rank("dp") * each
-    own = slice(first, first + each)
+    parts = [slice(first, first + each) for first in range(0, sequences, each)]
+    padding = describe_padding([workload.lengths[part] for part in parts], degree)
     return FsdpContender(
         model,
         workload,
         device,
         name=NAME,
-        does=f"DP = {groups} x SP = {degree}, {each} of the sequences in each group; on rank {dist.get_rank()} "
-        f"{describe_padding(workload.lengths[own], degree)}; {heads}",
-        own=own,
+        does=f"a fixed mesh of DP = {groups} x SP = {degree} with {each} of the sequences in each group, yunchang's "
+        f"all-to-all around torch's sdpa; {padding}; {heads}",
+        own=parts[mesh.get_local_rank("dp")],
         group=mesh.get_group("sp"),
     )
 

@@ -41,7 +41,7 @@ def build(workload: Workload, device: torch.device) -> FsdpContender:
         device,
         name=NAME,
         does=f"yunchang's all-to-all around torch's sdpa, every sequence over all {ranks} ranks; "
-        f"{describe_padding(workload.lengths, ranks)}; {heads}",
+        f"{describe_padding([workload.lengths], ranks)}; {heads}",
         own=slice(None),
         group=group,
     )
@@ -59,7 +59,7 @@ def ulysses_attention() -> Attention:
         raise Unavailable(
             f"no yunchang: {error}",
             allowed="yunchang 0.6.4",
-            remedy="pip install --no-deps -r bench/requirements.txt",
+            remedy="pip install -r bench/requirements.txt",
         ) from error
 
     def attention(

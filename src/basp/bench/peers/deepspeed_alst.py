@@ -60,9 +60,9 @@ def build(workload: Workload, device: torch.device) -> AlstContender:
     config = read_config(workload)
     heads = check_heads(config, ranks)
     try:
-        import deepspeed
-        from deepspeed import get_accelerator
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+        import deepspeed  # pyright: ignore[reportMissingImports]
+        from deepspeed import get_accelerator  # pyright: ignore[reportMissingImports]
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise Unavailable(
             f"no DeepSpeed: {error}",
@@ -164,8 +164,8 @@ class AlstContender:
 
     def close(self) -> None:
         """Let go of the engine, and put back the globals that it has changed."""
-        from deepspeed.runtime.sequence_parallel import parallel_state_sp
-        from deepspeed.utils import groups
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp  # pyright: ignore[reportMissingImports]
+        from deepspeed.utils import groups  # pyright: ignore[reportMissingImports]
 
         self._engine.destroy()
         del self._engine

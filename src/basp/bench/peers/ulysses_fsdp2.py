@@ -54,7 +54,7 @@ def ulysses_attention() -> Attention:
         Unavailable: yunchang is not installed.
     """
     try:
-        from yunchang.comm import SeqAllToAll4D
+        from yunchang.comm import SeqAllToAll4D  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise Unavailable(
             f"no yunchang: {error}",

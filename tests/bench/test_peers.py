@@ -15,13 +15,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from basp.bench.contender import Unavailable, Workload
-from basp.bench.peers import PEERS, ring
+from basp.bench.peers import ring
 from basp.bench.peers.padded import check_heads, cut, read_config
 from basp.bench.peers.static_dp_sp import split
+from basp.bench.registry import CONTENDERS, load_builder
 from tests.support.ranks import run_ranks
 
 RANKS, STEPS, VOCABULARY = 4, 4, 97
-NEEDS = {"fsdp2-ulysses": "yunchang", "fsdp2-static": "yunchang", "deepspeed-alst": "deepspeed", "fsdp2-ring": "torch"}
+NEEDS = {"fsdp2-ulysses": "yunchang", "static": "yunchang", "deepspeed": "deepspeed", "ring": "torch"}
+
+PEERS = [name for name, known in CONTENDERS.items() if known.builder.startswith("basp.bench.peers.")]
 
 
 def workload(lengths: tuple[int, ...], *, heads: int = 4, kv_heads: int = 2, **more: Any) -> Workload:
@@ -42,8 +45,8 @@ WORKLOADS = {
     "hybrid sharding": workload((64, 64), replicate=2),
 }
 CANNOT = {
-    "fsdp2-static": {"unequal", "unequal, adamw"},  # 3 sequences on 4 ranks
-    "deepspeed-alst": {"hybrid sharding"},
+    "static": {"unequal", "unequal, adamw"},  # 3 sequences on 4 ranks
+    "deepspeed": {"hybrid sharding"},
 }
 
 
@@ -78,7 +81,7 @@ def _run(rank: int, world: int, peer: str, works: dict[str, Workload]) -> dict[s
     linear, seen = F.linear, {}
     for name, work in works.items():
         try:
-            contender = PEERS[peer](work, torch.device("cpu"))
+            contender = load_builder(CONTENDERS[peer].builder)(work, torch.device("cpu"))
         except Unavailable:
             seen[name] = None
             continue
@@ -110,7 +113,7 @@ def _refusals_without_packages(rank: int, world: int) -> dict[str, str]:
     refusals = {}
     for peer in PEERS:
         try:
-            PEERS[peer](WORKLOADS["two"], torch.device("cpu"))
+            load_builder(CONTENDERS[peer].builder)(WORKLOADS["two"], torch.device("cpu"))
         except Unavailable as error:
             refusals[peer] = str(error)
     return refusals
@@ -119,7 +122,7 @@ def _refusals_without_packages(rank: int, world: int) -> dict[str, str]:
 def test_without_its_package_a_peer_says_how_to_install_it() -> None:
     refusals = run_ranks(2, _refusals_without_packages)[0]
     assert {peer: "bench/requirements.txt" in said for peer, said in refusals.items()} == {
-        peer: True for peer in PEERS if peer != "fsdp2-ring"
+        peer: True for peer in PEERS if peer != "ring"
     }
 
 

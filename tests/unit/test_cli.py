@@ -66,7 +66,6 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert main(["trian"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("basp: error: the command is 'trian'. Allowed: bench, check, lab, plan, train")
-    assert error.startswith("basp: error: the command is 'trian'. Allowed: bench, check, plan, train")
     assert "use 'train', the nearest" in error
 
 

@@ -43,7 +43,7 @@ LAYERS = [
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-READS_ENVIRONMENT = {"ranks.py", "lab/ranks.py", "bench/stamp.py", "cli.py"}
+READS_ENVIRONMENT = {"ranks.py", "lab/ranks.py", "bench/stamp.py", "bench/peers/deepspeed_alst.py", "cli.py"}
 """A launcher is told its rank by the environment, or tells it, and a stamp tells of it; all else goes by arguments."""
 
 

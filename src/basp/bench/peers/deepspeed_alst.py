@@ -38,7 +38,7 @@ from basp.bench.peers.padded import (
     read_config,
 )
 
-NAME = "deepspeed-alst"
+NAME = "deepspeed"
 
 _ATTENTION = "basp_bench_alst"
 

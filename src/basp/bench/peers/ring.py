@@ -23,7 +23,7 @@ from basp.bench.peers.padded import (
     read_config,
 )
 
-NAME = "fsdp2-ring"
+NAME = "ring"
 
 
 def build(workload: Workload, device: torch.device) -> FsdpContender:

@@ -17,7 +17,7 @@ from basp.bench.peers.padded import (
 )
 from basp.bench.peers.ulysses_fsdp2 import ulysses_attention
 
-NAME = "fsdp2-static"
+NAME = "static"
 
 
 def build(workload: Workload, device: torch.device) -> FsdpContender:

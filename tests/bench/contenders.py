@@ -19,6 +19,13 @@ class Loud(Ours):
         return 1.01 * super().step(sequences)
 
 
+class Broken(Ours):
+    """Has no loss at all."""
+
+    def step(self, sequences: Sequence[np.ndarray]) -> float:
+        return float("nan") * super().step(sequences)
+
+
 class Alone(Ours):
     """Reports the right loss on rank 0 only."""
 
@@ -28,6 +35,10 @@ class Alone(Ours):
 
 def build_loud(workload: Workload, device: torch.device) -> Ours:
     return Loud(workload, device, strategy="ulysses")
+
+
+def build_broken(workload: Workload, device: torch.device) -> Ours:
+    return Broken(workload, device, strategy="ulysses")
 
 
 def build_alone(workload: Workload, device: torch.device) -> Ours:

@@ -23,7 +23,9 @@ from basp.strategies import plan
 pytestmark = pytest.mark.timeout(240)
 
 MODEL: dict[str, Any] = {"layers": 2, "hidden": 32, "mlp": 48, "heads": 4, "kv_heads": 2, "vocab": 64}
-WRONG = {name: f"tests.bench.contenders:build_{name}" for name in ("loud", "alone", "steep", "unhappy", "crashing")}
+WRONG = {
+    name: f"tests.bench.contenders:build_{name}" for name in ("loud", "broken", "alone", "steep", "unhappy", "crashing")
+}
 
 
 def options(out: Path, contenders: tuple[str, ...], **changes: Any) -> StepOptions:
@@ -99,7 +101,7 @@ def test_table_and_picture_are_written(two_nodes: Path) -> None:
 
 
 def test_contenders_that_compute_something_else_get_no_time(tmp_path: Path) -> None:
-    names = ("loud", "alone", "steep", "unhappy", "ring-of-none")
+    names = ("loud", "broken", "alone", "steep", "unhappy", "ring-of-none")
     known = WRONG | {"ring-of-none": "tests.bench.nowhere:build"}
     assert run(options(tmp_path, names), known=known) == 0
     _, rows = read_rows(tmp_path / "rows.jsonl")
@@ -108,6 +110,8 @@ def test_contenders_that_compute_something_else_get_no_time(tmp_path: Path) -> N
     assert set(told) == set(names)
     assert "1.0e-02 relative in step" in told["loud"]["refusal"]
     assert told["loud"]["loss_difference"] == pytest.approx(0.01, rel=1e-3)
+    assert told["broken"]["loss_difference"] is None
+    assert "by inf relative" in told["broken"]["refusal"]
     assert told["alone"]["loss_difference"] > 0.1
     assert "in step 3 under sgd" in told["steep"]["refusal"]
     assert told["steep"]["losses"]["adamw"] == pytest.approx(rows[0]["losses"]["adamw"], rel=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,9 +66,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Whole or not at all."""
+    """Whole or not at all. What is not finite, a loss that went wrong, becomes null: JSON has no such numbers."""
     with written_whole(path) as partial:
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        lines = [json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows]
+        partial.write_text("".join(lines), encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

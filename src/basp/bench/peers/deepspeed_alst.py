@@ -27,9 +27,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from basp.batches import IGNORED
 from basp.bench.contender import Unavailable, Workload
+from basp.bench.ours import build_optimizer
 from basp.bench.peers.padded import (
     build_model,
-    build_optimizer,
     check_heads,
     compute_dtype,
     cut,

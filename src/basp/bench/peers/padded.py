@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import (
     AttentionInterface,
@@ -22,6 +22,7 @@ from transformers import (
 
 from basp.batches import IGNORED
 from basp.bench.contender import Unavailable, Workload
+from basp.bench.ours import build_optimizer
 from basp.losses import share_of_mean, sum_token_losses
 from basp.train.sharding import shard_model
 
@@ -135,13 +136,6 @@ def build_model(config: PreTrainedConfig, workload: Workload, *, name: str, atte
 
 def _no_mask(**_: Any) -> None:
     return None
-
-
-def build_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's own, without weight decay."""
-    if workload.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=workload.lr)
-    return torch.optim.AdamW(model.parameters(), lr=workload.lr, weight_decay=0.0)
 
 
 # ---- heads

@@ -272,6 +272,7 @@ def test_the_callers_variables_arrive_and_have_the_last_word(cluster: Lab, tmp_p
     code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + '/' + os.environ['RANK'], 'w'))"
     assert cluster.run([*TINY, code, str(tmp_path)], env={"OMP_NUM_THREADS": "3", "MASTER_PORT": "21000"}) == 0
     told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    assert {each["BASP_LINK_RATE"] for each in told} == set(cluster.rates())
     assert [(each["LOCAL_RANK"], each["GROUP_RANK"]) for each in told] == [
         ("0", "0"),
         ("1", "0"),

@@ -10,6 +10,7 @@ from typing import Any
 from basp.errors import ConfigError, LabError
 from basp.lab import network, sweep
 from basp.lab.layout import (
+    LINK_RATE,
     Shape,
     check_known,
     check_name,
@@ -40,15 +41,16 @@ class Lab:
 
         Args:
             command: the program and its arguments.
-            env: variables beside this process's own.
+            env: variables beside this process's own, torchrun's, and BASP_LINK_RATE: the links' rate at the start.
             show_all: show every rank's output, each line with its rank; otherwise rank 0's alone.
 
         Raises:
             ConfigError: there is no such program.
         """
+        told = {LINK_RATE: ",".join(dict.fromkeys(self.rates())), **(env or {})}
         mark = f"{self._owner or ''}-{secrets.token_hex(8)}"
         owned = self._owner is not None  # then the lab's watcher ends its runs as well
-        run = Run(self.name, self.shape, command, env=env, show_all=show_all, mark=mark, watched=not owned)
+        run = Run(self.name, self.shape, command, env=told, show_all=show_all, mark=mark, watched=not owned)
         self._runs.append(run)
         return run
 

@@ -13,6 +13,8 @@ from basp.lab.sweep import PREFIX, SWITCH, node_namespace, switch_namespace
 BRIDGE = "br0"
 LINK = "eth0"
 """A node's own end of its link; the switch's end is ``port(node)``."""
+LINK_RATE = "BASP_LINK_RATE"
+"""The variable that tells ranks the rate of their links, for the stamp of what they measure."""
 DEFAULT_NAME = "lab"
 
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}

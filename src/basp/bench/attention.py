@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from basp.bench.contender import Unavailable
-from basp.bench.launching import gather_nodes, progress, run_job
+from basp.bench.launching import gather_nodes, leave_rows, progress, run_job
 from basp.bench.layers import LAYERS, Layer, Shape
 from basp.bench.options import AttentionOptions, check_options, lengths_of, number_labels, text_of, with_required
-from basp.bench.rows import make_rows, write_rows
-from basp.bench.stamp import interfaces, stamp
+from basp.bench.rows import make_rows
+from basp.bench.stamp import interfaces
 from basp.bench.timing import Step, time_steps
 from basp.bench.trials import TOLERANCE, Trial, on_all_ranks
 from basp.errors import ConfigError, TrainingError
@@ -79,7 +79,7 @@ def run_attention(options: AttentionOptions, *, version: str, nodes: Sequence[in
     heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}"
     about: dict[str, Any] = {"what": f"{what}, {text_of(shape.lengths)}, {heads}, {options.dtype}", "basp": version}
     labels = dict(zip(number_labels(names), names, strict=True))
-    about |= {"shape": vars(shape), "compared": _COMPARISON}
+    about |= {"shape": vars(shape), "compared": _COMPARISON, "rounds": options.rounds, "warmup": options.warmup}
     return run_job(measure, Job(about, shape, labels, options, None if nodes is None else tuple(nodes)), options)
 
 
@@ -98,10 +98,7 @@ def measure(place: Place, job: Job, path: Path) -> None:
             place=place,
             say=say,
         )
-    if place.rank == 0:
-        environment = stamp(place, nodes) | job.about | {"rounds": options.rounds, "warmup": options.warmup}
-        write_rows(path, [environment, *make_rows(trials, times)])
-    dist.barrier()  # a rank that leaves while another still receives from it may cut that one off
+    leave_rows(path, place, nodes, job.about, make_rows(trials, times))
 
 
 def _compare_all(job: Job, place: Place, say: Callable[[str], None]) -> tuple[list[Trial], dict[str, Step]]:

@@ -15,7 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from basp.bench.options import RunOptions, local_ranks_of
 from basp.bench.plot import draw
-from basp.bench.rows import read_rows
+from basp.bench.rows import read_rows, write_rows
+from basp.bench.stamp import stamp
 from basp.bench.table import heading, markdown, notes, rich_tables
 from basp.errors import ConfigError
 from basp.ranks import (
@@ -80,6 +81,13 @@ def gather_nodes(place: Place, given: tuple[int, ...] | None) -> list[int]:
     nodes = [0] * place.world
     dist.all_gather_object(nodes, place.node)
     return nodes if given is None else list(given)
+
+
+def leave_rows(path: Path, place: Place, nodes: list[int], about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Rank 0 writes where this ran, what it was about, and the rows. All ranks call this last, and leave together."""
+    if place.rank == 0:
+        write_rows(path, [stamp(place, nodes) | about, *rows])
+    dist.barrier()  # a rank that leaves while another still receives from it may cut that one off
 
 
 @contextmanager

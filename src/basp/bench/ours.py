@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from basp.bench.building import build_model, build_optimizer, shard_mesh
 from basp.bench.contender import Workload
-from basp.errors import ConfigError
 from basp.hf import prepare
 from basp.parallel import SequenceParallel
 from basp.strategies import plan
@@ -33,7 +31,7 @@ class Ours:
     """A model whose attention is ours, sharded by FSDP2. The batch is compared over ranks in every step, as ever."""
 
     def __init__(self, workload: Workload, device: torch.device, *, strategy: str) -> None:
-        mesh = _mesh(workload.replicate, device)
+        mesh = shard_mesh(workload, device)
         self._sp = SequenceParallel(dist.group.WORLD, strategy=strategy, device=device)
         self._model = prepare(build_model(workload), self._sp)
         self._model.train()
@@ -59,32 +57,3 @@ class Ours:
     def close(self) -> None:
         """Let go of the model and its optimizer."""
         del self._model, self._optimizer
-
-
-def build_model(workload: Workload) -> PreTrainedModel:
-    """The model on the CPU, with the same weights on every rank. FSDP2 keeps them in float32 under bfloat16."""
-    torch.manual_seed(workload.seed)
-    dtype = torch.float32 if workload.dtype == "bfloat16" else DTYPES[workload.dtype]
-    config = AutoConfig.for_model(**workload.model)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-
-
-def build_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """torch's own, without weight decay."""
-    if workload.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=workload.lr)
-    return torch.optim.AdamW(model.parameters(), lr=workload.lr, weight_decay=0.0)
-
-
-def _mesh(replicate: int, device: torch.device) -> DeviceMesh:
-    ranks = dist.get_world_size()
-    if ranks % replicate:
-        raise ConfigError(
-            f"{replicate} copies of the model on {ranks} ranks",
-            allowed="a number of copies that divides the ranks",
-            remedy="change --replicate: usually it is the number of nodes",
-        )
-    if replicate == 1:
-        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp_shard",))
-    # Ranks of a node are neighbours: weights are gathered inside a node, gradients summed across.
-    return init_device_mesh(device.type, (replicate, ranks // replicate), mesh_dim_names=("dp_replicate", "dp_shard"))

@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from basp.bench.contender import Workload
-from basp.bench.launching import gather_nodes, progress, run_job
+from basp.bench.launching import gather_nodes, leave_rows, progress, run_job
 from basp.bench.options import StepOptions, check_options, labels_of, lengths_of, model_of, number_labels, text_of
 from basp.bench.registry import CONTENDERS
-from basp.bench.rows import make_rows, write_rows
-from basp.bench.stamp import interfaces, stamp
+from basp.bench.rows import make_rows
+from basp.bench.stamp import interfaces
 from basp.bench.timing import time_steps
 from basp.bench.trials import COMPARISON, build_everywhere, make_batch, try_contenders
 from basp.ranks import Place
@@ -77,9 +77,14 @@ def run_step(
         options.seed,
         options.replicate,
     )
-    about = {"what": f"one training step, {text_of(workload.lengths)}, {workload.dtype}", "basp": version}
+    about: dict[str, Any] = {
+        "what": f"one training step, {text_of(workload.lengths)}, {workload.dtype}",
+        "basp": version,
+    }
+    about |= {"workload": vars(workload), "compared": COMPARISON}
+    about |= {"rounds": options.rounds, "warmup": options.warmup}
     job = Job(
-        about | {"workload": vars(workload), "compared": COMPARISON},
+        about,
         workload,
         {label: builders[name] for label, name in zip(number_labels(labels), labels, strict=True)},
         options.require,
@@ -109,7 +114,4 @@ def measure(place: Place, job: Job, path: Path) -> None:
         )
     for contender in contenders.values():
         contender.close()
-    if place.rank == 0:
-        environment = stamp(place, nodes) | job.about | {"rounds": job.rounds, "warmup": job.warmup}
-        write_rows(path, [environment, *make_rows(trials, times)])
-    dist.barrier()  # a rank that leaves while another still receives from it may cut that one off
+    leave_rows(path, place, nodes, job.about, make_rows(trials, times))

@@ -26,12 +26,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from basp.batches import IGNORED
+from basp.bench.building import build_optimizer
 from basp.bench.contender import Unavailable, Workload
-from basp.bench.ours import build_optimizer
 from basp.bench.peers.padded import (
-    build_model,
+    build_with,
     check_heads,
-    compute_dtype,
     cut,
     describe_padding,
     padded_length,
@@ -56,7 +55,6 @@ def build(workload: Workload, device: torch.device) -> AlstContender:
             allowed="at least 2 ranks, and ZeRO-3 over all of them",
             remedy="choose replicate = 1 and more ranks",
         )
-    compute_dtype(workload)
     config = read_config(workload)
     heads = check_heads(config, ranks)
     try:
@@ -76,7 +74,7 @@ def build(workload: Workload, device: torch.device) -> AlstContender:
             allowed="the same device for both",
             remedy=f"set DS_ACCELERATOR={device.type} in the environment",
         )
-    model = build_model(config, workload, name=_ATTENTION, attention=sdpa_attention_forward)
+    model = build_with(sdpa_attention_forward, workload, name=_ATTENTION)
     linear = F.linear
     # DeepSpeed takes the local rank from the environment alone, in every step, and only torchrun has set it there.
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank() if device.index is None else device.index))

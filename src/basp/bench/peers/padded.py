@@ -10,19 +10,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from basp.batches import IGNORED
+from basp.bench.building import build_model, build_optimizer, shard_mesh
 from basp.bench.contender import Unavailable, Workload
-from basp.bench.ours import build_optimizer
 from basp.losses import share_of_mean, sum_token_losses
 from basp.train.sharding import shard_model
 
@@ -87,8 +85,10 @@ def read_config(workload: Workload) -> PreTrainedConfig:
     """The model's config.
 
     Raises:
-        Unavailable: its attention is not plain causal attention, which is all that the peers do.
+        Unavailable: its attention is not plain causal attention, which is all that the peers do, or it computes in
+            another type than theirs.
     """
+    compute_dtype(workload)
     config = AutoConfig.for_model(**workload.model)
     asked = [name for name in _NOT_PLAIN if getattr(config, name, None)]
     if workload.model["model_type"] not in _PLAIN or asked:
@@ -119,19 +119,17 @@ Attention = Callable[..., tuple[Tensor, None]]
 """As transformers calls it: (module, query [B, H, T, D], key [B, K, T, D], value, mask, ...) -> ([B, T, H, D], None)"""
 
 
-def build_model(config: PreTrainedConfig, workload: Workload, *, name: str, attention: Attention) -> PreTrainedModel:
-    """The model with float32 weights on the CPU, the same on every rank, that calls ``attention``.
+def build_with(attention: Attention, workload: Workload, *, name: str) -> PreTrainedModel:
+    """The workload's model, which calls ``attention``.
 
     Args:
-        config: ``read_config``'s.
-        workload: has the seed.
-        name: of the attention implementation; must not contain "flash", which transformers takes for its own.
         attention: takes care of causality itself: it is given no mask.
+        workload: of a model that ``read_config`` lets pass.
+        name: of the attention implementation; must not contain "flash", which transformers takes for its own.
     """
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _no_mask)
-    torch.manual_seed(workload.seed)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+    return build_model(workload, attention=name)
 
 
 def _no_mask(**_: Any) -> None:
@@ -158,24 +156,6 @@ def check_heads(config: PreTrainedConfig, ranks: int) -> str:
 
 
 # ---- FSDP2
-
-
-def shard_mesh(workload: Workload, device: torch.device) -> DeviceMesh:
-    """All ranks, for FSDP2; with hybrid sharding its first dimension holds the copies.
-
-    Raises:
-        Unavailable: copies that do not divide the ranks.
-    """
-    ranks, copies = dist.get_world_size(), workload.replicate
-    if copies == 1:
-        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp_shard",))
-    if ranks % copies:
-        raise Unavailable(
-            f"{copies} copies of the model on {ranks} ranks",
-            allowed="copies that divide the ranks",
-            remedy="choose another replicate",
-        )
-    return init_device_mesh(device.type, (copies, ranks // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 class FsdpContender:

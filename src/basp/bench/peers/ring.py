@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 from basp.bench.contender import Workload
 from basp.bench.peers.padded import (
     FsdpContender,
-    build_model,
-    compute_dtype,
+    build_with,
     describe_padding,
     read_config,
 )
@@ -34,12 +33,11 @@ def build(workload: Workload, device: torch.device) -> FsdpContender:
     """
     group = dist.group.WORLD
     assert group is not None
-    compute_dtype(workload)
-    config = read_config(workload)
+    read_config(workload)
     ranks = dist.get_world_size()
     kernel = "torch's CPU flash kernel" if device.type == "cpu" else "all scores of a block in memory"
     return FsdpContender(
-        build_model(config, workload, name="basp_bench_ring", attention=_attention),
+        build_with(_attention, workload, name="basp_bench_ring"),
         workload,
         device,
         name=NAME,

@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from basp.bench.contender import Unavailable, Workload
 from basp.bench.peers.padded import (
     FsdpContender,
-    build_model,
+    build_with,
     check_heads,
-    compute_dtype,
     describe_padding,
     read_config,
 )
@@ -30,10 +29,9 @@ def build(workload: Workload, device: torch.device) -> FsdpContender:
     ranks, sequences = dist.get_world_size(), len(workload.lengths)
     groups, each = split(ranks, sequences)
     degree = ranks // groups
-    compute_dtype(workload)
     config = read_config(workload)
     heads = check_heads(config, degree)
-    model = build_model(config, workload, name="basp_bench_static", attention=ulysses_attention())
+    model = build_with(ulysses_attention(), workload, name="basp_bench_static")
     # Consecutive ranks make a group, as they sit on one node.
     mesh = init_device_mesh(device.type, (groups, degree), mesh_dim_names=("dp", "sp"))
     parts = [slice(first, first + each) for first in range(0, sequences, each)]

@@ -13,9 +13,8 @@ from basp.bench.contender import Unavailable, Workload
 from basp.bench.peers.padded import (
     Attention,
     FsdpContender,
-    build_model,
+    build_with,
     check_heads,
-    compute_dtype,
     describe_padding,
     read_config,
 )
@@ -32,11 +31,10 @@ def build(workload: Workload, device: torch.device) -> FsdpContender:
     group = dist.group.WORLD
     assert group is not None
     ranks = dist.get_world_size()
-    compute_dtype(workload)
     config = read_config(workload)
     heads = check_heads(config, ranks)
     return FsdpContender(
-        build_model(config, workload, name="basp_bench_ulysses", attention=ulysses_attention()),
+        build_with(ulysses_attention(), workload, name="basp_bench_ulysses"),
         workload,
         device,
         name=NAME,

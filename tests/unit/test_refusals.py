@@ -168,6 +168,9 @@ BART = {
     "is_decoder": True,
 }
 
+ONE_OF_TWO = "ForCausalLM calls the attention function 1 times for its 2 layers (in model.layers.1.self_attn)"
+WITHOUT = ("linear attention, a state space, or an attention of its own", "train this model without basp")
+
 # What is refused, and the words that its message must have.
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "kf14 chunks": ("Llama4", LLAMA4, ("layer 0", "chunk", "attention_chunk_size")),
@@ -200,9 +203,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "kf15 linear attention: Qwen3-Next": (
         "Qwen3Next",
         {**DELTA, **EXPERTS},
-        ("1 times for its 2 layers (in model.layers.1.self_attn)", "model.layers.0.linear_attn (Qwen3NextGatedDelta"),
+        (f"Qwen3Next{ONE_OF_TWO}", "model.layers.0.linear_attn (Qwen3NextGatedDelta", *WITHOUT),
     ),
-    "kf15 linear attention: Qwen3.5": ("Qwen3_5", DELTA, ("1 times", "in model.layers.0.linear_attn (Qwen3_5Gated")),
+    "kf15 linear attention: Qwen3.5": (
+        "Qwen3_5",
+        DELTA,
+        (f"Qwen3_5{ONE_OF_TWO}", "in model.layers.0.linear_attn (Qwen3_5Gated", *WITHOUT),
+    ),
     "kf15 linear attention: Qwen3.5-MoE": (
         "Qwen3_5Moe",
         {**DELTA, **EXPERTS},
@@ -217,7 +224,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "kf15 linear attention: MiniMax": (
         "MiniMax",
         {**LOCAL_EXPERTS, "head_dim": 8, "layer_types": DELTA["layer_types"]},
-        ("1 times", "in model.layers.0.self_attn (MiniMaxLightningAttention)"),
+        (f"MiniMax{ONE_OF_TWO}", "in model.layers.0.self_attn (MiniMaxLightningAttention)", *WITHOUT),
     ),
     "kf15 linear attention: Kimi Linear": (
         "KimiLinear",

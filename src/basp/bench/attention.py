@@ -21,8 +21,8 @@ from basp.bench.options import AttentionOptions, check_options, lengths_of, numb
 from basp.bench.rows import make_rows
 from basp.bench.stamp import interfaces
 from basp.bench.timing import Step, time_steps
-from basp.bench.trials import TOLERANCE, Trial, on_all_ranks
-from basp.errors import ConfigError, TrainingError
+from basp.bench.trials import TOLERANCE, Trial, on_all_ranks, required_but_wrong
+from basp.errors import ConfigError
 from basp.ranks import Place
 from basp.train.model import DTYPES
 from basp.train.settings import check_name
@@ -124,11 +124,7 @@ def _compare_all(job: Job, place: Place, say: Callable[[str], None]) -> tuple[li
         if trial.refusal is None:
             steps[label] = step
         elif must:
-            raise TrainingError(
-                f"{label} was required, and {trial.refusal}",
-                allowed=f"the results of {trials[0].label}, within {TOLERANCE[options.dtype]:g} relative",
-                remedy="leave it out of --require to see the others' times",
-            )
+            raise required_but_wrong(trial, f"the results of {trials[0].label}", options.dtype)
     return trials, steps
 
 

@@ -89,12 +89,17 @@ def try_contenders(
         if trial.refusal is None:
             _compare(trial, trials[0], workload.dtype)
             if trial.refusal is not None and trial.label in required:
-                raise TrainingError(
-                    f"{trial.label} was required, and {trial.refusal}",
-                    allowed=f"the losses of {trials[0].label}, within {TOLERANCE[workload.dtype]:g} relative",
-                    remedy="leave it out of --require to see the others' times",
-                )
+                raise required_but_wrong(trial, f"the losses of {trials[0].label}", workload.dtype)
     return trials
+
+
+def required_but_wrong(trial: Trial, wanted: str, dtype: str) -> TrainingError:
+    """What ends a benchmark whose required contender does not compute what the baseline does."""
+    return TrainingError(
+        f"{trial.label} was required, and {trial.refusal}",
+        allowed=f"{wanted}, within {TOLERANCE[dtype]:g} relative",
+        remedy="leave it out of --require to see the others' times",
+    )
 
 
 def make_batch(workload: Workload, index: int = 0) -> list[np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 def exchange_in_every_form(rank: int, world: int) -> list[Any]:
     """Rows of 12 bytes: rank r sends r + 1 rows to each; evenly; to the next rank; in a group of the last two ranks."""
     pair = dist.new_group([1, 2])
-    before = (dist.all_to_all_single, dist.batch_isend_irecv)
+    before = (dist.all_to_all_single, dist.batch_isend_irecv, dist.all_reduce)
     with Stopwatch(CPU) as watch:
         uneven = torch.empty(sum(range(1, world + 1)), 3)
         mine = torch.full((world * (rank + 1), 3), 1.0 * rank)
@@ -46,13 +47,23 @@ def exchange_in_every_form(rank: int, world: int) -> list[Any]:
             each.wait()
         if rank:
             dist.all_to_all_single(torch.empty(2, 3), torch.ones(2, 3), group=pair)
-        dist.all_reduce(torch.ones(3))  # none of attention's
-    assert (dist.all_to_all_single, dist.batch_isend_irecv) == before
+        assert watch.weights.calls == 0
+        summed, gathered, mine = torch.ones(3), torch.empty(world), torch.full((1,), 1.0 * rank)
+        dist.all_reduce(summed)
+        dist.all_reduce(summed, dist.ReduceOp.MAX, async_op=True).wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for these two
+            dist.all_gather_into_tensor(gathered, mine)
+            dist.reduce_scatter_tensor(mine, gathered, group=dist.group.WORLD)
+    assert (dist.all_to_all_single, dist.batch_isend_irecv, dist.all_reduce) == before
+    assert (summed.tolist(), gathered.tolist(), mine.item()) == ([world] * 3, list(range(world)), rank * world)
+    assert watch.weights.calls == 4
+    assert watch.weights.seconds > 0
     assert even[:, 0].tolist() == list(range(world))
     assert uneven[:, 0].tolist() == [source for source in range(world) for _ in range(source + 1)]
     assert passed.tolist() == [(rank - 1) % world] * 3
-    assert watch.seconds > 0
-    return [watch.sent.tolist(), watch.calls]
+    assert watch.tokens.seconds > 0
+    return [watch.sent.tolist(), watch.tokens.calls]
 
 
 def test_the_stopwatch_counts_every_form_by_rank_of_the_world() -> None:
@@ -67,7 +78,7 @@ def wait_for_the_last(rank: int, world: int) -> tuple[float, float]:
     with Stopwatch(CPU) as watch:
         time.sleep(0.5 if rank else 0.0)
         dist.all_to_all_single(torch.empty(world, 1), torch.ones(world, 1))
-    return watch.seconds, watch.waited
+    return watch.tokens.seconds, watch.waited
 
 
 def test_waiting_for_a_late_rank_is_no_time_of_the_exchange() -> None:

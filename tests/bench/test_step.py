@@ -62,11 +62,14 @@ def test_rows_are_complete_and_fit_together(two_nodes: Path) -> None:
         assert row["tokens"] == [16, 16, 16, 16]
         assert {name: len(losses) for name, losses in row["losses"].items()} == {"sgd": 4, "adamw": 4}
         raw = row["raw"]
-        assert all(len(raw[name]) == 2 for name in ("seconds", "cpu", "watched", "exchanging", "inside", "across"))
+        lists = ("seconds", "cpu", "watched", "exchanging", "gathering", "inside", "across")
+        assert all(len(raw[name]) == 2 for name in lists)
         ratios = [mine / base for mine, base in zip(raw["seconds"], rows[0]["raw"]["seconds"], strict=True)]
         assert row["step_ratio"]["median"] == pytest.approx(sum(ratios) / 2)
         assert (row["step_ratio"]["min"], row["step_ratio"]["max"]) == (min(ratios), max(ratios))
-        assert 0 < row["all_to_all_share"] < 1
+        assert row["all_to_all_share"] > 0
+        assert row["weights_share"] > 0
+        assert row["all_to_all_share"] + row["weights_share"] < 1
         assert 0 < row["peak_bytes"] < 2**30
         assert row["interface_bytes"] is None
     assert set(rows[0]["step_ratio"].values()) == {1.0}

@@ -26,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "4 ranks, more than sequences": {"ranks": 4},
     "ulysses": {"ranks": 3, "strategy": "ulysses"},
     "a copy on each rank": {"ranks": 3, "parallel__sharding": "none"},
+    "two copies, each on 2 ranks": {"ranks": 4, "parallel__replicate": 2},
+    "weights gathered ahead": {"ranks": 3, "parallel__gather_ahead": 1},
 }
 TOGETHER: dict[str, dict[str, Any]] = {
     "2 micro-batches of 3": {"ranks": 2, "batch__accumulation": 2},

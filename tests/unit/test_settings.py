@@ -191,6 +191,8 @@ def test_choices_that_were_made_stay() -> None:
         ("batch.sequences", 0, 1, "at least 1"),
         ("batch.accumulation", 0, 1, "at least 1"),
         ("parallel.ranks", 0, 1, "at least 1"),
+        ("parallel.replicate", 0, 1, "at least 1"),
+        ("parallel.gather_ahead", -1, 0, "at least 0"),
         ("optim.steps", 0, 1, "at least 1"),
         ("optim.epochs", 0.0, 0.1, "a number above 0"),
         ("optim.lr", 0.0, 1e-9, "a number above 0"),
@@ -245,6 +247,14 @@ def test_numbers_that_are_not_finite_are_refused(key: str, value: float) -> None
             "parallel.strategy is 'ulises'. Allowed: basp, ulysses. To do: use 'ulysses', the nearest",
         ),
         (TrainConfig(parallel=ParallelConfig(strategy="")), "choose one of these"),
+        (
+            TrainConfig(parallel=ParallelConfig(sharding="none", replicate=2)),
+            'parallel.replicate is 2 with parallel.sharding = "none": nothing is sharded',
+        ),
+        (
+            TrainConfig(parallel=ParallelConfig(sharding="none", gather_ahead=1)),
+            "Allowed: parallel.gather_ahead = 0 without sharding",
+        ),
     ],
 )
 def test_contradictions_are_refused(config: TrainConfig, message: str) -> None:

@@ -1,15 +1,13 @@
-"""What every contender starts from: the same weights, the same optimizer, ranks laid out alike for FSDP2."""
+"""What every contender starts from: the same weights, the same optimizer, the same sharding by FSDP2."""
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from basp.bench.contender import Workload
-from basp.errors import ConfigError
 from basp.train.model import DTYPES
+from basp.train.sharding import shard_mesh, shard_model
 
 
 def build_model(workload: Workload, *, attention: str = "eager") -> PreTrainedModel:
@@ -32,20 +30,18 @@ def build_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.O
     return torch.optim.AdamW(model.parameters(), lr=workload.lr, weight_decay=0.0)
 
 
-def shard_mesh(workload: Workload, device: torch.device) -> DeviceMesh:
-    """All ranks, for FSDP2; with hybrid sharding its first dimension holds the copies.
+def shard(workload: Workload, model: PreTrainedModel, device: torch.device) -> None:
+    """FSDP2 over all ranks, as the workload says.
 
     Raises:
         ConfigError: copies that do not divide the ranks.
     """
-    ranks, copies = dist.get_world_size(), workload.replicate
-    if ranks % copies:
-        raise ConfigError(
-            f"{copies} copies of the model on {ranks} ranks",
-            allowed="a number of copies that divides the ranks",
-            remedy="change --replicate: usually it is the number of nodes",
-        )
-    if copies == 1:
-        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp_shard",))
-    # Ranks of a node are neighbours: weights are gathered inside a node, gradients summed across.
-    return init_device_mesh(device.type, (copies, ranks // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = shard_mesh(device, replicate=workload.replicate)
+    shard_model(model, mesh, compute_dtype=DTYPES[workload.dtype], gather_ahead=workload.gather_ahead)
+
+
+def describe_sharding(workload: Workload) -> str:
+    """What ``shard`` does, as a phrase."""
+    copies = f"{workload.replicate} copies of the model" if workload.replicate > 1 else "one copy of the model"
+    ahead = f", weights gathered {workload.gather_ahead} ahead" if workload.gather_ahead else ""
+    return f"FSDP2, {copies}{ahead}"

@@ -27,6 +27,8 @@ class Workload:
     """Of weights and of data."""
     replicate: int = 1
     """Hybrid sharding: copies of the model; 1 shards over all ranks."""
+    gather_ahead: int = 0
+    """Layers whose weights FSDP2 gathers while one is computed."""
 
 
 class Contender(Protocol):

@@ -29,8 +29,7 @@ _SIZES = {
 
 _LEAST = {
     **dict.fromkeys(("rounds", "replicate", "ranks", "batch", "head_dim", *_SIZES), 1),
-    "warmup": 0,
-    "seed": 0,
+    **dict.fromkeys(("warmup", "seed", "gather_ahead"), 0),
     "length": 2,
 }
 
@@ -100,6 +99,8 @@ class StepOptions(RunOptions):
     """Learning rate."""
     replicate: int = 1
     """Hybrid sharding: copies of the model, each sharded over neighbouring ranks. Usually the number of nodes."""
+    gather_ahead: int = 0
+    """Layers whose weights FSDP2 gathers while one is computed; 0 leaves it to FSDP2."""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from basp.bench.building import build_model, build_optimizer, shard_mesh
+from basp.bench.building import build_model, build_optimizer, describe_sharding, shard
 from basp.bench.contender import Workload
 from basp.hf import prepare
 from basp.parallel import SequenceParallel
 from basp.strategies import plan
-from basp.train.model import DTYPES
-from basp.train.sharding import shard_model
 
 
 def build_basp(workload: Workload, device: torch.device) -> Ours:
@@ -31,17 +29,17 @@ class Ours:
     """A model whose attention is ours, sharded by FSDP2. The batch is compared over ranks in every step, as ever."""
 
     def __init__(self, workload: Workload, device: torch.device, *, strategy: str) -> None:
-        mesh = shard_mesh(workload, device)
         self._sp = SequenceParallel(dist.group.WORLD, strategy=strategy, device=device)
         self._model = prepare(build_model(workload), self._sp)
         self._model.train()
-        shard_model(self._model, mesh, compute_dtype=DTYPES[workload.dtype])
+        shard(workload, self._model, device)
         self._optimizer = build_optimizer(workload, self._model)
         tokens = plan(workload.lengths, strategy=strategy, ranks=self._sp.ranks, heads=1).tokens
         self.name, self.tokens = strategy, int(tokens[self._sp.rank])
-        copies = f"{workload.replicate} copies of the model" if workload.replicate > 1 else "one copy of the model"
         how = "groups follow the batch" if strategy == "basp" else "every sequence over all ranks"
-        self.does = self._about = f"plan {strategy!r}: {how}, no padding, no head repeated; FSDP2, {copies}"
+        self.does = self._about = (
+            f"plan {strategy!r}: {how}, no padding, no head repeated; {describe_sharding(workload)}"
+        )
 
     def step(self, sequences: Sequence[np.ndarray]) -> float:
         """One optimizer step; see ``Contender``."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from basp.bench.table import heading
 from basp.files import written_whole
 from basp.report import byte_unit
@@ -13,7 +15,7 @@ from basp.report import byte_unit
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_POINT, _REST, _ACROSS = "#0072B2", "#999999", "#D55E00"
+_POINT, _REST, _ACROSS, _WEIGHTS = "#0072B2", "#999999", "#D55E00", "#E6C27A"
 
 
 def draw(environment: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -46,11 +48,16 @@ def _draw_ratios(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_seconds(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    steps = [row["step_seconds"]["median"] for row in rows]
-    parts = [step * row["all_to_all_share"] for step, row in zip(steps, rows, strict=True)]
-    axes.barh(range(len(rows)), parts, color=_ACROSS, label="attention's collectives")
-    rest = [step - part for step, part in zip(steps, parts, strict=True)]
-    axes.barh(range(len(rows)), rest, left=parts, color=_REST, label="everything else")
+    start = np.zeros(len(rows))
+    whole = np.array([row["step_seconds"]["median"] for row in rows])
+    for key, colour, label in (
+        ("all_to_all_share", _ACROSS, "attention's collectives"),
+        ("weights_share", _WEIGHTS, "weights', gradients'"),
+        (None, _REST, "everything else"),
+    ):
+        width = whole - start if key is None else whole * [row[key] for row in rows]
+        axes.barh(range(len(rows)), width, left=start, color=colour, label=label)
+        start = start + width
     axes.set(xlabel="seconds of a step, median")
     _legend(axes)
 
@@ -66,4 +73,4 @@ def _draw_bytes(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))

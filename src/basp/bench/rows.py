@@ -37,15 +37,16 @@ def _told(trial: Trial) -> dict[str, Any]:
 
 def _measured(times: Times, base: Times) -> dict[str, Any]:
     across, base_across = statistics.median(times.across), statistics.median(base.across)
-    shares = [part / whole for part, whole in zip(times.exchanging, times.watched, strict=True)]
     return {
         "step_seconds": spread(times.seconds),
         "step_ratio": spread(ratios(times.seconds, base.seconds)),
         "cpu_ratio": spread(ratios(times.cpu, base.cpu)),
         "all_to_all_seconds": spread(times.exchanging),
-        "all_to_all_share": statistics.median(shares),
+        "all_to_all_share": statistics.median(ratios(times.exchanging, times.watched)),
         # Two plans that exchange nothing have no ratio.
         "all_to_all_ratio": spread(ratios(times.exchanging, base.exchanging)) if min(base.exchanging) > 0 else None,
+        "weights_seconds": spread(times.gathering),
+        "weights_share": statistics.median(ratios(times.gathering, times.watched)),
         "bytes_inside": round(statistics.median(times.inside)),
         "bytes_across": round(across),
         "bytes_across_ratio": across / base_across if base_across else None,
@@ -55,7 +56,7 @@ def _measured(times: Times, base: Times) -> dict[str, Any]:
 
 
 def ratios(mine: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """Round by round: of one over the other."""
     return [a / b for a, b in zip(mine, base, strict=True)]
 
 

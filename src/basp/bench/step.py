@@ -76,6 +76,7 @@ def run_step(
         options.dtype,
         options.seed,
         options.replicate,
+        options.gather_ahead,
     )
     about: dict[str, Any] = {
         "what": f"one training step, {text_of(workload.lengths)}, {workload.dtype}",

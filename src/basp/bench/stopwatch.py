@@ -1,9 +1,11 @@
-"""A stopwatch around the collectives that move tokens between ranks: seconds, and bytes to each rank."""
+"""A stopwatch around collectives: those that move tokens between ranks, with their bytes to each, and all others."""
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,32 @@ from torch.distributed import distributed_c10d
 
 from basp.plans import Ints
 
-_TIMED = ("all_to_all_single", "batch_isend_irecv")
-"""What attention's collectives are called as; every other collective (gradients, weights, losses) is left alone."""
+_TOKENS = ("all_to_all_single", "batch_isend_irecv")
+"""What attention's collectives are called as."""
+
+# torch 2.13 has renamed two of these: there the old names call the new ones.
+_RENAMED = hasattr(dist, "all_gather_single")
+_WEIGHTS = (
+    *(
+        ("all_gather_single", "reduce_scatter_single")
+        if _RENAMED
+        else ("all_gather_into_tensor", "reduce_scatter_tensor")
+    ),
+    "all_reduce",
+)
+"""What FSDP2 and ZeRO-3 gather weights and reduce gradients with; a loss is summed by the last as well."""
+
+
+@dataclass
+class Account:
+    """Seconds inside some collectives, and how many there were."""
+
+    seconds: float = 0.0
+    calls: int = 0
 
 
 class Stopwatch:
-    """While entered, every ``all_to_all_single`` and ``batch_isend_irecv`` of this process is timed, by whoever called.
+    """While entered, the collectives of this process are timed, by whoever they are called.
 
     In front of each is a barrier of its group, so that its seconds are of the exchange alone and not of waiting for
     ranks that come later; what the barrier takes is counted apart. An asynchronous call is waited for at once: its
@@ -29,23 +51,25 @@ class Stopwatch:
         device: of the tensors; a GPU is waited for before the clock is read.
 
     Attributes:
-        seconds: inside the collectives; ``waited``: in the barriers before them; ``calls``: how many.
-        sent: [world] bytes sent to each rank of the world; this rank's own entry stays 0.
+        tokens: ``all_to_all_single`` and ``batch_isend_irecv``, which are attention's.
+        weights: gathers, reductions and reduce-scatters, which are the sharded model's.
+        waited: seconds in the barriers before them.
+        sent: [world] bytes of attention's collectives to each rank of the world; this rank's own entry stays 0.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds = self.waited = 0.0
-        self.calls = 0
+        self.tokens, self.weights, self.waited = Account(), Account(), 0.0
         self.sent: Ints = np.zeros(dist.get_world_size(), dtype=np.int64)
         self._device = device
         self._originals: list[tuple[Any, str, Callable[..., Any]]] = []
 
     def __enter__(self) -> Stopwatch:
         for module in (dist, distributed_c10d):
-            for name in _TIMED:
+            for name in (*_TOKENS, *_WEIGHTS):
                 original = getattr(module, name)
                 self._originals.append((module, name, original))
-                setattr(module, name, getattr(self, f"_{name}")(original))
+                timed = getattr(self, f"_{name}") if name in _TOKENS else self._of_weights
+                setattr(module, name, timed(original))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,7 +90,9 @@ class Stopwatch:
             rows = input_split_sizes or [input.shape[0] // len(members)] * len(members)
             row_bytes = input[:1].numel() * input.element_size()
             self._count({rank: count * row_bytes for rank, count in zip(members, rows, strict=True)})
-            self._time(group, lambda: original(output, input, output_split_sizes, input_split_sizes, group=group))
+            self._time(
+                self.tokens, group, lambda: original(output, input, output_split_sizes, input_split_sizes, group=group)
+            )
             return _Done() if async_op else None
 
         return timed
@@ -81,8 +107,19 @@ class Stopwatch:
                 for work in original(p2p_op_list):
                     work.wait()
 
-            self._time(p2p_op_list[0].group, run)
+            self._time(self.tokens, p2p_op_list[0].group, run)
             return [_Done() for _ in p2p_op_list]
+
+        return timed
+
+    def _of_weights(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def timed(*args: Any, **kwargs: Any) -> _Done | None:
+            given = signature.bind(*args, **kwargs).arguments
+            later = given.pop("async_op", False)
+            self._time(self.weights, given.get("group"), lambda: original(**given))
+            return _Done() if later else None
 
         return timed
 
@@ -91,7 +128,7 @@ class Stopwatch:
             if rank != dist.get_rank():
                 self.sent[rank] += amount
 
-    def _time(self, group: dist.ProcessGroup | None, run: Callable[[], Any]) -> None:
+    def _time(self, account: Account, group: dist.ProcessGroup | None, run: Callable[[], Any]) -> None:
         wait_for(self._device)
         start = time.perf_counter()
         dist.barrier(group)
@@ -99,9 +136,9 @@ class Stopwatch:
         ready = time.perf_counter()
         run()
         wait_for(self._device)
-        self.seconds += time.perf_counter() - ready
+        account.seconds += time.perf_counter() - ready
+        account.calls += 1
         self.waited += ready - start
-        self.calls += 1
 
 
 class _Done:

@@ -17,8 +17,9 @@ Row = Mapping[str, Any]
 _ABOUT = (
     "Ratios are to {base}, round by round. The all-to-all is the time inside attention's collectives, forward and "
     "backward, after a barrier, of the rank that is longest in them; its share is of the step of the slowest rank "
-    "without those barriers. Bytes are of a step and of all ranks; the wire's are what the interfaces named in "
-    "the environment sent in a timed step, all collectives together."
+    "without those barriers; likewise the share of gathered weights and reduced gradients. Bytes inside and across are "
+    "attention's, of a step and of all ranks; the wire's are what the interfaces named in the environment sent in a "
+    "timed step, all collectives together."
 )
 
 
@@ -37,12 +38,13 @@ TABLES: dict[str, list[Column]] = {
         Column("extremes", lambda row: _range(row["step_ratio"], "min", "max")),
         Column("cpu ratio", lambda row: f"{row['cpu_ratio']['median']:.3f}"),
     ],
-    "attention's collectives; bytes inside nodes and across": [
+    "collectives; attention's bytes inside nodes and across": [
         Column("all-to-all", lambda row: f"{100 * row['all_to_all_share']:.1f} %"),
         Column("ratio", lambda row: _ratio((row["all_to_all_ratio"] or {}).get("median"))),
+        Column("weights", lambda row: f"{100 * row['weights_share']:.1f} %"),
         Column("inside", lambda row: bytes_text(row["bytes_inside"])),
         Column("across", lambda row: bytes_text(row["bytes_across"])),
-        Column("ratio", lambda row: _ratio(row["bytes_across_ratio"])),
+        Column("ratio", lambda row: _across_ratio(row)),
         Column("wire", lambda row: _bytes(row["interface_bytes"])),
     ],
     "the same work?": [
@@ -122,6 +124,12 @@ def _range(values: Mapping[str, float], low: str, high: str) -> str:
 
 def _ratio(value: float | None) -> str:
     return _NONE if value is None else f"{value:.2f}"
+
+
+def _across_ratio(row: Row) -> str:
+    # A baseline that sends none across has no finite ratio.
+    endless = row["bytes_across_ratio"] is None and row["bytes_across"] > 0
+    return "∞" if endless else _ratio(row["bytes_across_ratio"])
 
 
 def _difference(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Steps in turns: timed, and once more with a stopwatch around attention's collectives."""
+"""Steps in turns: timed, and once more with a stopwatch around their collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Times:
         cpu: processor seconds of all ranks together; waiting may burn some.
         interface: bytes that the named interfaces of all nodes sent; empty without any.
         watched: seconds of a step with the stopwatch, of the rank that took longest without its waits at barriers.
-        exchanging: of those, inside attention's collectives, on the rank that was longest in them.
+        exchanging: of those, inside attention's collectives, on the rank that was longest in them; ``gathering``:
+            inside the collectives of weights and gradients.
         inside: bytes that attention's collectives sent between ranks of one node; ``across``: of two.
         calls: of attention's collectives, on rank 0.
     """
@@ -34,6 +35,7 @@ class Times:
     interface: list[int] = field(default_factory=list)
     watched: list[float] = field(default_factory=list)
     exchanging: list[float] = field(default_factory=list)
+    gathering: list[float] = field(default_factory=list)
     inside: list[int] = field(default_factory=list)
     across: list[int] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
@@ -120,12 +122,13 @@ def _watch_step(
         seconds = time.perf_counter() - start - watch.waited
     same = np.asarray(nodes) == nodes[dist.get_rank()]
     sent = [int(watch.sent[same].sum()), int(watch.sent[~same].sum())]
-    slowest, total = _reduced([seconds, watch.seconds], sent, device)
+    slowest, total = _reduced([seconds, watch.tokens.seconds, watch.weights.seconds], sent, device)
     times.watched.append(slowest[0])
     times.exchanging.append(slowest[1])
+    times.gathering.append(slowest[2])
     times.inside.append(round(total[0]))
     times.across.append(round(total[1]))
-    times.calls.append(watch.calls)
+    times.calls.append(watch.tokens.calls)
 
 
 def _reduced(

@@ -101,6 +101,10 @@ class ParallelConfig:
     """How a batch becomes a plan: "basp" or "ulysses"."""
     sharding: Literal["fsdp", "none"] = "fsdp"
     """"fsdp" shards weights, gradients and optimizer over all ranks (FSDP2); "none" keeps a copy on each."""
+    replicate: int = 1
+    """Hybrid sharding: copies of the model, each sharded over neighbouring ranks. Usually the number of nodes."""
+    gather_ahead: int = 0
+    """Layers whose weights are gathered while one is computed; 0 leaves it to FSDP2: one on a GPU, none on a CPU."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Collective backend: auto is nccl where CUDA is available, else gloo."""
     timeout: float = 600.0

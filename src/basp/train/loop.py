@@ -38,6 +38,7 @@ from basp.train.run_dir import RunDir
 from basp.train.sharding import (
     average_gradients,
     clip_gradients,
+    shard_mesh,
     shard_model,
     whole_state,
     wrap_layers,
@@ -143,7 +144,7 @@ class Trainer:
             timeout=timedelta(seconds=config.parallel.timeout),
         )
         self.first: tuple[tuple[int, ...], HeadShape] | None = None
-        self.model = self._build_model(mesh)
+        self.model = self._build_model()
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(_decay_groups(self.model, optim.weight_decay), lr=optim.lr)
         self.schedule = LambdaLR(self.optimizer, partial(learning_rate_factor, optim=optim, steps=self.steps))
@@ -210,14 +211,16 @@ class Trainer:
                 path=run.report,
             )
 
-    def _build_model(self, mesh: Any) -> PreTrainedModel:
+    def _build_model(self) -> PreTrainedModel:
         config = self.config
         model = build_model(config, self.tokenizer)
         prepare(model, self.sp)
         model.train()
         wrap_layers(model, compiled=config.model.compile, recomputed=config.model.gradient_checkpointing)
         if config.parallel.sharding == "fsdp":
-            shard_model(model, mesh, compute_dtype=DTYPES[config.model.dtype])
+            mesh = shard_mesh(self.place.device, replicate=config.parallel.replicate)
+            dtype, ahead = DTYPES[config.model.dtype], config.parallel.gather_ahead
+            shard_model(model, mesh, compute_dtype=dtype, gather_ahead=ahead)
         else:
             model.to(self.place.device)  # type: ignore[arg-type]  # transformers' wrapper loses the signature
         return model

@@ -187,6 +187,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("batch.sequences", *_at_least(1)),
     ("batch.accumulation", *_at_least(1)),
     ("parallel.ranks", *_at_least(1)),
+    ("parallel.replicate", *_at_least(1)),
+    ("parallel.gather_ahead", *_at_least(0)),
     ("parallel.timeout", *_ABOVE_ZERO),
     ("optim.steps", *_at_least(1)),
     ("optim.epochs", *_ABOVE_ZERO),
@@ -221,6 +223,13 @@ def _check_together(config: TrainConfig) -> None:
             allowed="at least 2: a piece of one token has no next token to learn",
             remedy=f"raise {_named('data.max_length')}",
         )
+    for key, default in (("parallel.replicate", 1), ("parallel.gather_ahead", 0)):
+        if config.parallel.sharding == "none" and _get(config, key) != default:
+            raise ConfigError(
+                f'{key} is {_get(config, key)} with parallel.sharding = "none": nothing is sharded',
+                allowed=f"{key} = {default} without sharding",
+                remedy=f'leave it out, or set {_named("parallel.sharding")} to "fsdp"',
+            )
     if config.log.eval_every > 0 and config.log.eval_fraction == 0:
         raise ConfigError(
             f"log.eval_every is {config.log.eval_every}, but log.eval_fraction is 0: no documents are held out",

@@ -10,32 +10,68 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from basp.errors import ModelError
+from basp.errors import ConfigError, ModelError
 
 _BUCKET_BYTES = 64 << 20
 
 
-def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> None:
+def shard_mesh(device: torch.device, *, replicate: int = 1) -> DeviceMesh:
+    """All ranks, for ``shard_model``: one copy of the model, or with hybrid sharding several.
+
+    Neighbouring ranks share a copy, as they sit on one node: there weights are gathered and gradients scattered inside
+    a node, and only sums of gradients cross, once for each weight.
+
+    Raises:
+        ConfigError: copies that do not divide the ranks.
+    """
+    ranks = dist.get_world_size()
+    if ranks % replicate:
+        raise ConfigError(
+            f"{replicate} copies of the model on {ranks} ranks",
+            allowed="a number of copies that divides the ranks",
+            remedy="change the number of copies (replicate): usually it is the number of nodes",
+        )
+    if replicate == 1:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp_shard",))
+    shape = (replicate, ranks // replicate)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, gather_ahead: int = 0) -> None:
     """FSDP2 over all ranks of ``mesh``: each decoder layer, then the rest. Gradients are reduced in the weights' dtype.
 
     Args:
         model: on any device; its weights move to the mesh's.
         mesh: all ranks that average gradients, in one dimension; or in two, for hybrid sharding: copies of the model
-            over the first, each sharded over the second.
+            over the first, each sharded over the second. ``shard_mesh`` makes either.
         compute_dtype: that weights are cast to for forward and backward.
+        gather_ahead: layers whose weights are on their way while one is computed, forward and backward. 0 leaves it to
+            FSDP2: the next one where the device has streams, none on a CPU.
     """
     weights = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=weights)
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    layers = [fully_shard(layer, mesh=mesh, mp_policy=policy) for layer in decoder_layers(model)]
+    root = fully_shard(model, mesh=mesh, mp_policy=policy)
+    if gather_ahead:
+        _gather_ahead(root, layers, gather_ahead)
+        if mesh.device_type == "cpu":
+            # Without streams, a gather that is not asked to be asynchronous blocks. FSDP2 has no public name for this.
+            root._set_unshard_async_op(True)
+
+
+def _gather_ahead(root: FSDPModule, layers: list[FSDPModule], count: int) -> None:
+    root.set_modules_to_forward_prefetch(layers[:count])
+    root.set_modules_to_backward_prefetch(layers[: -count - 1 : -1])
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + count])
+        layer.set_modules_to_backward_prefetch(layers[max(0, index - count) : index][::-1])
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

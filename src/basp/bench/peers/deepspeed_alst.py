@@ -2,8 +2,8 @@
 
 The recipe wraps an attention implementation by name, for the whole process. Here that is a name of our own with
 transformers' sdpa function behind it, so that "sdpa" stays as it was for everybody else. DeepSpeed's groups are
-globals: there can be one such contender in a process at a time. ZeRO-3 replaces ``torch.nn.functional.linear``, for
-every model: do not time others before ``close``, which puts everything back.
+globals: there can be one such contender in a process at a time. ZeRO-3 replaces ``torch.nn.functional.linear`` for
+every model in the process: here only while its own step runs, so that others may be timed in turns with it.
 
 Lengths must be a multiple of the ranks, so sequences are padded. Packing is no way out: around sdpa the recipe drops
 every mask but the causal one, and documents in one row would see each other.
@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -95,12 +96,13 @@ def build(workload: Workload, device: torch.device) -> AlstContender:
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=build_optimizer(workload, model), config=_settings(workload, ranks), mpu=mpu
     )
+    replaced, F.linear = F.linear, linear
     does = (
-        f"DeepSpeed {deepspeed.__version__}: Ulysses over all {ranks} ranks around torch's sdpa, ZeRO-3, "
-        f"torch's {workload.optimizer}, small weights whole on each rank; "
+        f"DeepSpeed {deepspeed.__version__}: Ulysses over all {ranks} ranks around torch's sdpa, ZeRO-3 with its own "
+        f"prefetching, torch's {workload.optimizer}, small weights whole on each rank; "
         f"{describe_padding([workload.lengths], ranks)}; {heads}"
     )
-    return AlstContender(engine, workload, device, does=does, linear=linear)
+    return AlstContender(engine, workload, device, does=does, linear=replaced)
 
 
 def _settings(workload: Workload, ranks: int) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class AlstContender:
         workload: gives the shapes.
         device: of the model.
         does: with the workload.
-        linear: ``torch.nn.functional.linear`` as it was before the engine.
+        linear: ZeRO-3's ``torch.nn.functional.linear``, for its own steps.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class AlstContender:
     def step(self, sequences: Sequence[np.ndarray]) -> float:
         """See ``Contender``."""
         part = cut(sequences, **self._place, device=self._device)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), mock.patch.object(F, "linear", self._linear):
             # DeepSpeed and its recipe call what newer torch deprecates, each time anew.
             warnings.simplefilter("ignore", FutureWarning)
             logits = self._engine(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
@@ -167,7 +169,6 @@ class AlstContender:
 
         self._engine.destroy()
         del self._engine
-        F.linear = self._linear
         del ALL_ATTENTION_FUNCTIONS[_ATTENTION]  # DeepSpeed's wrapper, which hides the function registered under it
         parallel_state_sp._release_sequence_parallel_groups()
         groups.mpu = None

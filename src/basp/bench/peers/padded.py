@@ -19,13 +19,9 @@ from transformers import (
 )
 
 from basp.batches import IGNORED
-from basp.bench.building import build_model, build_optimizer, shard_mesh
+from basp.bench.building import build_model, build_optimizer, describe_sharding, shard
 from basp.bench.contender import Unavailable, Workload
 from basp.losses import share_of_mean, sum_token_losses
-from basp.train.sharding import shard_model
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 # ---- the batch
 
@@ -88,7 +84,8 @@ def read_config(workload: Workload) -> PreTrainedConfig:
         Unavailable: its attention is not plain causal attention, which is all that the peers do, or it computes in
             another type than theirs.
     """
-    compute_dtype(workload)
+    if workload.dtype not in _DTYPES:
+        raise Unavailable(f"dtype {workload.dtype!r}", allowed=" or ".join(_DTYPES), remedy="choose one of these")
     config = AutoConfig.for_model(**workload.model)
     asked = [name for name in _NOT_PLAIN if getattr(config, name, None)]
     if workload.model["model_type"] not in _PLAIN or asked:
@@ -100,19 +97,9 @@ def read_config(workload: Workload) -> PreTrainedConfig:
     return config
 
 
+_DTYPES = ("float32", "bfloat16")
 _PLAIN = ("llama", "qwen3")
 _NOT_PLAIN = ("sliding_window", "use_sliding_window", "attention_dropout")
-
-
-def compute_dtype(workload: Workload) -> torch.dtype:
-    """What the workload computes in.
-
-    Raises:
-        Unavailable: an unknown one.
-    """
-    if workload.dtype not in _DTYPES:
-        raise Unavailable(f"dtype {workload.dtype!r}", allowed=" or ".join(_DTYPES), remedy="choose one of these")
-    return _DTYPES[workload.dtype]
 
 
 Attention = Callable[..., tuple[Tensor, None]]
@@ -182,12 +169,12 @@ class FsdpContender:
         own: slice,
         group: dist.ProcessGroup,
     ) -> None:
-        self.name, self.does = name, does
+        self.name, self.does = name, f"{does}; {describe_sharding(workload)}"
         self._model, self._device, self._own, self._group = model, device, own, group
         self._place = {"ranks": dist.get_world_size(group), "rank": dist.get_rank(group)}
         lengths = workload.lengths[own]
         self.tokens = len(lengths) * padded_length(lengths, self._place["ranks"]) // self._place["ranks"]
-        shard_model(model, shard_mesh(workload, device), compute_dtype=compute_dtype(workload))
+        shard(workload, model, device)
         self._optimizer = build_optimizer(workload, model)
 
     def step(self, sequences: Sequence[np.ndarray]) -> float:

@@ -96,7 +96,7 @@ def test_table_and_picture_are_written(two_nodes: Path) -> None:
     table = (two_nodes / "table.md").read_text()
     assert table.startswith("# one training step, 2 x 32 tokens, float32, 4 ranks on 2 nodes\n")
     for name in ("basp", "basp #2", "ulysses"):
-        assert table.count(f"\n| {name} | ") == 3
+        assert table.count(f"\n| {name} | ") == 4
         assert f"- {name}: plan '" in table
     picture = (two_nodes / "plot.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
@@ -157,6 +157,16 @@ def test_hybrid_sharding_of_unequal_sequences_trains_alike(tmp_path: Path, dtype
     assert losses[0] == pytest.approx(losses[1], rel=tolerance)
 
 
+def test_one_contender_may_be_sharded_in_another_way(tmp_path: Path) -> None:
+    own = "basp:replicate=2:gather_ahead=1"
+    run(options(tmp_path, ("basp", own), ranks=4), nodes=(0, 0, 1, 1))
+    _, (plain, other) = read_rows(tmp_path / "rows.jsonl")
+    assert (plain["name"], other["name"]) == ("basp", own)
+    assert "FSDP2, one copy of the model;" in plain["does"]
+    assert "FSDP2, 2 copies of the model, weights gathered 1 ahead;" in other["does"]
+    assert other["loss_difference"] < 1e-6
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +181,7 @@ def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path:
     assert main(flags("--ranks", "2", "--config", str(config), "--contenders", "ulysses")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "one training step, 2 sequences of 32 tokens, float32, 2 ranks on one node"
-    assert [line.split()[0] for line in lines if line.startswith(("  basp ", "  ulysses "))] == ["basp", "ulysses"] * 3
+    assert [line.split()[0] for line in lines if line.startswith(("  basp ", "  ulysses "))] == ["basp", "ulysses"] * 4
     assert any(line.startswith("- Ratios are to basp") for line in lines)
 
 
@@ -210,6 +220,9 @@ def test_torchrun_is_joined(tmp_path: Path) -> None:
         (["--config", "absent.json"], "--config 'absent.json' cannot be read"),
         (["--optimizer", "adam"], "adamw"),
         (["--replicate", "3", "--ranks", "2"], "3 copies of the model on 2 ranks"),
+        (["--contenders", "basp:replicate=0"], "'replicate=0' behind a contender's name, in 'basp:replicate=0'"),
+        (["--contenders", "ulysses:heads=2"], "Allowed: replicate=1 and more or gather_ahead=0 and more"),
+        (["--contenders", "ulises:replicate=2"], "a contender is 'ulises'"),
         (["--kv-heads", "3", "--ranks", "2"], "heads"),
     ],
 )

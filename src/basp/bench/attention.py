@@ -134,10 +134,10 @@ def _build(label: str, name: str, shape: Shape, *, must: bool) -> tuple[Trial, L
     except Unavailable as error:
         if must:
             raise
-        return Trial(label, name, refusal=str(error)), None
+        return Trial(label, refusal=str(error)), None
     tokens = [0] * dist.get_world_size()
     dist.all_gather_object(tokens, len(layer.rows))
-    return Trial(label, name, does=layer.does, tokens=tokens), layer
+    return Trial(label, does=layer.does, tokens=tokens), layer
 
 
 def _make_data(shape: Shape, *, dtype: torch.dtype, seed: int) -> Tensor:

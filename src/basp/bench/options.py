@@ -15,6 +15,9 @@ from basp.flags import Lengths, Names
 BASELINE = "basp"
 """What the others are compared with in ``basp bench step``."""
 
+OWN = ("replicate", "gather_ahead")
+"""What a contender may have for itself."""
+
 _DEFAULT_RANKS = 4
 
 _SIZES = {
@@ -78,7 +81,10 @@ class StepOptions(RunOptions):
     """
 
     contenders: Names = (BASELINE, "ulysses")
-    """Of basp, ulysses, fsdp2-ulysses, static, deepspeed, ring; one named twice shows how far equals differ."""
+    """Of basp, ulysses, fsdp2-ulysses, static, deepspeed, ring; one named twice shows how far equals differ.
+
+    Behind a name, replicate or gather_ahead may be set for it alone: basp,basp:replicate=2:gather_ahead=1.
+    """
     config: str | None = None
     """A model's config.json; a Llama by default. The sizes below change it."""
     layers: int | None = None
@@ -162,6 +168,26 @@ def labels_of(options: StepOptions) -> tuple[str, ...]:
     others = [name for name in options.contenders if name != BASELINE]
     again = [BASELINE] * (options.contenders.count(BASELINE) - 1)
     return with_required((BASELINE, *again, *others), options.require)
+
+
+def read_label(label: str) -> tuple[str, dict[str, int]]:
+    """Of "basp:replicate=2": the contender's name, and what is set for it alone.
+
+    Raises:
+        ConfigError: something else than whole numbers for ``OWN``.
+    """
+    name, *changes = label.split(":")
+    own: dict[str, int] = {}
+    for change in changes:
+        key, _, value = change.partition("=")
+        if key not in OWN or not value.isdecimal() or int(value) < _LEAST[key]:
+            raise ConfigError(
+                f"{change!r} behind a contender's name, in {label!r}",
+                allowed=" or ".join(f"{key}={_LEAST[key]} and more" for key in OWN),
+                remedy="change it, or leave it out",
+            )
+        own[key] = int(value)
+    return name, own
 
 
 def with_required(names: Sequence[str], required: Sequence[str]) -> tuple[str, ...]:

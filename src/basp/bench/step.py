@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,21 @@ import torch.distributed as dist
 
 from basp.bench.contender import Workload
 from basp.bench.launching import gather_nodes, leave_rows, progress, run_job
-from basp.bench.options import StepOptions, check_options, labels_of, lengths_of, model_of, number_labels, text_of
+from basp.bench.options import (
+    StepOptions,
+    check_options,
+    labels_of,
+    lengths_of,
+    model_of,
+    number_labels,
+    read_label,
+    text_of,
+)
 from basp.bench.registry import CONTENDERS
 from basp.bench.rows import make_rows
 from basp.bench.stamp import interfaces
 from basp.bench.timing import time_steps
-from basp.bench.trials import COMPARISON, build_everywhere, make_batch, try_contenders
+from basp.bench.trials import COMPARISON, Entrant, build_everywhere, make_batch, try_contenders
 from basp.ranks import Place
 from basp.train.settings import check_name
 
@@ -27,8 +36,7 @@ class Job:
 
     Attributes:
         about: what the rows' first line tells beside the environment.
-        workload: of the steps.
-        builders: "module:function" by label; the baseline is first.
+        entrants: by label; the baseline is first.
         required: labels without which there is no result.
         rounds: timed, and as many with the stopwatch.
         warmup: rounds before.
@@ -36,8 +44,7 @@ class Job:
     """
 
     about: dict[str, Any]
-    workload: Workload
-    builders: dict[str, str]
+    entrants: dict[str, Entrant]
     required: tuple[str, ...]
     rounds: int
     warmup: int
@@ -66,7 +73,8 @@ def run_step(
     check_options(options)
     builders = {name: each.builder for name, each in CONTENDERS.items()} | (known or {})
     labels = labels_of(options)
-    for name in labels:
+    asked = [read_label(label) for label in labels]
+    for name, _ in asked:
         check_name("a contender", name, builders)
     workload = Workload(
         model_of(options),
@@ -86,8 +94,10 @@ def run_step(
     about |= {"rounds": options.rounds, "warmup": options.warmup}
     job = Job(
         about,
-        workload,
-        {label: builders[name] for label, name in zip(number_labels(labels), labels, strict=True)},
+        {
+            label: Entrant(builders[name], replace(workload, **own))
+            for label, (name, own) in zip(number_labels(labels), asked, strict=True)
+        },
         options.require,
         options.rounds,
         options.warmup,
@@ -100,12 +110,13 @@ def measure(place: Place, job: Job, path: Path) -> None:
     """On every rank: trials, then times; rank 0 writes the rows."""
     nodes = gather_nodes(place, job.nodes)
     with progress(place) as say:
-        trials = try_contenders(job.builders, job.workload, place.device, required=job.required, say=say)
-        able = [trial for trial in trials if trial.refusal is None]
-        contenders = {trial.label: build_everywhere(trial.builder, job.workload, place.device) for trial in able}
+        trials = try_contenders(job.entrants, place.device, required=job.required, say=say)
+        able = [trial.label for trial in trials if trial.refusal is None]
+        contenders = {label: build_everywhere(job.entrants[label], place.device) for label in able}
+        workload = job.entrants[able[0]].workload
         times = time_steps(
             {label: contender.step for label, contender in contenders.items()},
-            lambda number: make_batch(job.workload, number),
+            lambda number: make_batch(workload, number),
             rounds=job.rounds,
             warmup=job.warmup,
             nodes=nodes,

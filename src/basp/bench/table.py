@@ -38,10 +38,12 @@ TABLES: dict[str, list[Column]] = {
         Column("extremes", lambda row: _range(row["step_ratio"], "min", "max")),
         Column("cpu ratio", lambda row: f"{row['cpu_ratio']['median']:.3f}"),
     ],
-    "collectives; attention's bytes inside nodes and across": [
+    "collectives' share of the step": [
         Column("all-to-all", lambda row: f"{100 * row['all_to_all_share']:.1f} %"),
         Column("ratio", lambda row: _ratio((row["all_to_all_ratio"] or {}).get("median"))),
         Column("weights", lambda row: f"{100 * row['weights_share']:.1f} %"),
+    ],
+    "attention's bytes inside nodes and across": [
         Column("inside", lambda row: bytes_text(row["bytes_inside"])),
         Column("across", lambda row: bytes_text(row["bytes_across"])),
         Column("ratio", lambda row: _across_ratio(row)),
@@ -53,7 +55,7 @@ TABLES: dict[str, list[Column]] = {
         Column("memory", lambda row: _bytes(row["peak_bytes"])),
     ],
 }
-"""By title. The first two are of contenders that have a time; the last is of all."""
+"""By title. The last is of all contenders, the others of those that have a time."""
 
 
 def cells(rows: Sequence[Row], title: str) -> list[list[str]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,13 +34,19 @@ _SGD_LR = 0.1
 """Large enough that a gradient of the wrong size shows in the last loss. AdamW's steps do not depend on its size."""
 
 
+class Entrant(NamedTuple):
+    """Who is to take steps: "module:function" of its builder, and its workload. Batches are the same for all."""
+
+    builder: str
+    workload: Workload
+
+
 @dataclass
 class Trial:
     """What became of one contender before the timing.
 
     Attributes:
         label: its name, and a number if it is there again.
-        builder: "module:function".
         does: in its own words; empty if it could not be built.
         tokens: of each rank.
         losses: by optimizer, of each step.
@@ -51,7 +57,6 @@ class Trial:
     """
 
     label: str
-    builder: str
     does: str = ""
     tokens: list[int] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)
@@ -62,8 +67,7 @@ class Trial:
 
 
 def try_contenders(
-    builders: dict[str, str],
-    workload: Workload,
+    entrants: Mapping[str, Entrant],
     device: torch.device,
     *,
     required: Sequence[str] = (),
@@ -77,19 +81,22 @@ def try_contenders(
         Unavailable: a required contender, or the baseline, cannot run.
         TrainingError: a required contender does not compute what the baseline does.
     """
-    trials = [Trial(label, builder) for label, builder in builders.items()]
+    trials = [Trial(label) for label in entrants]
+    base = entrants[trials[0].label].workload
     # The workload's own optimizer comes last: it has the memory that is reported, and what is loaded once is there.
-    for optimizer in sorted(("adamw", "sgd"), key=lambda name: name == workload.optimizer):
-        changes = {"optimizer": optimizer} | ({"lr": _SGD_LR} if optimizer == "sgd" else {})
+    for optimizer in sorted(("adamw", "sgd"), key=lambda name: name == base.optimizer):
+        changes: dict[str, Any] = {"optimizer": optimizer} | ({"lr": _SGD_LR} if optimizer == "sgd" else {})
         for trial in trials:
             if trial.refusal is None:
                 say(f"{trial.label}: losses under {optimizer}")
-                _try(trial, replace(workload, **changes), device, must=trial.label in (trials[0].label, *required))
+                entrant = entrants[trial.label]
+                entrant = entrant._replace(workload=replace(entrant.workload, **changes))
+                _try(trial, entrant, device, must=trial.label in (trials[0].label, *required))
     for trial in trials[1:]:
         if trial.refusal is None:
-            _compare(trial, trials[0], workload.dtype)
+            _compare(trial, trials[0], base.dtype)
             if trial.refusal is not None and trial.label in required:
-                raise required_but_wrong(trial, f"the losses of {trials[0].label}", workload.dtype)
+                raise required_but_wrong(trial, f"the losses of {trials[0].label}", base.dtype)
     return trials
 
 
@@ -108,13 +115,15 @@ def make_batch(workload: Workload, index: int = 0) -> list[np.ndarray]:
     return [random.integers(workload.model["vocab_size"], size=length) for length in workload.lengths]
 
 
-def build_everywhere(path: str, workload: Workload, device: torch.device) -> Contender:
+def build_everywhere(entrant: Entrant, device: torch.device) -> Contender:
     """A contender that every rank could build.
 
     Raises:
         Unavailable: on every rank, when some could not.
     """
-    return on_all_ranks(lambda: load_builder(path)(workload, device), undo=lambda contender: contender.close())
+    return on_all_ranks(
+        lambda: load_builder(entrant.builder)(entrant.workload, device), undo=lambda contender: contender.close()
+    )
 
 
 def on_all_ranks(build: Callable[[], Made], *, undo: Callable[[Made], None] = lambda _: None) -> Made:
@@ -140,21 +149,21 @@ def on_all_ranks(build: Callable[[], Made], *, undo: Callable[[Made], None] = la
     return made
 
 
-def _try(trial: Trial, workload: Workload, device: torch.device, *, must: bool) -> None:
+def _try(trial: Trial, entrant: Entrant, device: torch.device, *, must: bool) -> None:
     gc.collect()
     memory = PeakMemory(device)
     try:
-        contender = build_everywhere(trial.builder, workload, device)
+        contender = build_everywhere(entrant, device)
     except Unavailable as error:
         if must:
             raise
         trial.refusal = str(error)
         return
-    batch = make_batch(workload)  # always the same: then what the optimizer has learnt shows in the loss
+    batch = make_batch(entrant.workload)  # always the same: then what the optimizer has learnt shows in the loss
     losses = [contender.step(batch) for _ in range(STEPS - 1)]
     memory.restart()
     losses.append(contender.step(batch))
-    trial.losses[workload.optimizer] = losses
+    trial.losses[entrant.workload.optimizer] = losses
     trial.does, trial.peak_kind = contender.does, memory.kind
     told: list[tuple[int, int | None]] = [(0, None)] * dist.get_world_size()
     dist.all_gather_object(told, (contender.tokens, memory.peak()))

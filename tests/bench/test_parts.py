@@ -74,17 +74,15 @@ def test_the_stopwatch_counts_every_form_by_rank_of_the_world() -> None:
     assert told[2] == [[(3 + 1 + 1) * row, (3 + 1 + 1) * row, 0], 4]
 
 
-def wait_for_the_last(rank: int, world: int) -> tuple[float, float]:
+def wait_for_the_last(rank: int, world: int) -> float:
     with Stopwatch(CPU) as watch:
         time.sleep(0.5 if rank else 0.0)
         dist.all_to_all_single(torch.empty(world, 1), torch.ones(world, 1))
-    return watch.tokens.seconds, watch.waited
+    return watch.tokens.seconds
 
 
 def test_waiting_for_a_late_rank_is_no_time_of_the_exchange() -> None:
-    (seconds, waited), _ = run_ranks(2, wait_for_the_last)
-    assert waited > 0.4
-    assert seconds < waited
+    assert max(run_ranks(2, wait_for_the_last)) < 0.4
 
 
 def train_a_step(rank: int, world: int) -> bool:

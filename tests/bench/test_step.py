@@ -62,7 +62,7 @@ def test_rows_are_complete_and_fit_together(two_nodes: Path) -> None:
         assert row["tokens"] == [16, 16, 16, 16]
         assert {name: len(losses) for name, losses in row["losses"].items()} == {"sgd": 4, "adamw": 4}
         raw = row["raw"]
-        lists = ("seconds", "cpu", "watched", "exchanging", "gathering", "inside", "across")
+        lists = ("seconds", "cpu", "exchanging", "gathering", "inside", "across")
         assert all(len(raw[name]) == 2 for name in lists)
         ratios = [mine / base for mine, base in zip(raw["seconds"], rows[0]["raw"]["seconds"], strict=True)]
         assert row["step_ratio"]["median"] == pytest.approx(sum(ratios) / 2)

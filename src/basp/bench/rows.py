@@ -42,11 +42,11 @@ def _measured(times: Times, base: Times) -> dict[str, Any]:
         "step_ratio": spread(ratios(times.seconds, base.seconds)),
         "cpu_ratio": spread(ratios(times.cpu, base.cpu)),
         "all_to_all_seconds": spread(times.exchanging),
-        "all_to_all_share": statistics.median(ratios(times.exchanging, times.watched)),
+        "all_to_all_share": statistics.median(ratios(times.exchanging, times.seconds)),
         # Two plans that exchange nothing have no ratio.
         "all_to_all_ratio": spread(ratios(times.exchanging, base.exchanging)) if min(base.exchanging) > 0 else None,
         "weights_seconds": spread(times.gathering),
-        "weights_share": statistics.median(ratios(times.gathering, times.watched)),
+        "weights_share": statistics.median(ratios(times.gathering, times.seconds)),
         "bytes_inside": round(statistics.median(times.inside)),
         "bytes_across": round(across),
         "bytes_across_ratio": across / base_across if base_across else None,

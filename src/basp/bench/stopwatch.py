@@ -44,8 +44,8 @@ class Stopwatch:
     """While entered, the collectives of this process are timed, by whoever they are called.
 
     In front of each is a barrier of its group, so that its seconds are of the exchange alone and not of waiting for
-    ranks that come later; what the barrier takes is counted apart. An asynchronous call is waited for at once: its
-    seconds do not shrink by what would have been computed meanwhile.
+    ranks that come later. An asynchronous call is waited for at once: its seconds do not shrink by what would have
+    been computed meanwhile.
 
     Args:
         device: of the tensors; a GPU is waited for before the clock is read.
@@ -53,12 +53,11 @@ class Stopwatch:
     Attributes:
         tokens: ``all_to_all_single`` and ``batch_isend_irecv``, which are attention's.
         weights: gathers, reductions and reduce-scatters, which are the sharded model's.
-        waited: seconds in the barriers before them.
         sent: [world] bytes of attention's collectives to each rank of the world; this rank's own entry stays 0.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.tokens, self.weights, self.waited = Account(), Account(), 0.0
+        self.tokens, self.weights = Account(), Account()
         self.sent: Ints = np.zeros(dist.get_world_size(), dtype=np.int64)
         self._device = device
         self._originals: list[tuple[Any, str, Callable[..., Any]]] = []
@@ -130,15 +129,13 @@ class Stopwatch:
 
     def _time(self, account: Account, group: dist.ProcessGroup | None, run: Callable[[], Any]) -> None:
         wait_for(self._device)
-        start = time.perf_counter()
         dist.barrier(group)
         wait_for(self._device)
-        ready = time.perf_counter()
+        start = time.perf_counter()
         run()
         wait_for(self._device)
-        account.seconds += time.perf_counter() - ready
+        account.seconds += time.perf_counter() - start
         account.calls += 1
-        self.waited += ready - start
 
 
 class _Done:

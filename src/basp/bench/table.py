@@ -16,10 +16,9 @@ Row = Mapping[str, Any]
 
 _ABOUT = (
     "Ratios are to {base}, round by round. The all-to-all is the time inside attention's collectives, forward and "
-    "backward, after a barrier, of the rank that is longest in them; its share is of the step of the slowest rank "
-    "without those barriers; likewise the share of gathered weights and reduced gradients. Bytes inside and across are "
-    "attention's, of a step and of all ranks; the wire's are what the interfaces named in the environment sent in a "
-    "timed step, all collectives together."
+    "backward, after a barrier, of the rank that is longest in them, as a share of the step's time; likewise the share "
+    "of gathered weights and reduced gradients. Bytes inside and across are attention's, of a step and of all ranks; "
+    "the wire's are what the interfaces named in the environment sent in a timed step, all collectives together."
 )
 
 

@@ -23,9 +23,8 @@ class Times:
         seconds: of the slowest rank, from when all were there.
         cpu: processor seconds of all ranks together; waiting may burn some.
         interface: bytes that the named interfaces of all nodes sent; empty without any.
-        watched: seconds of a step with the stopwatch, of the rank that took longest without its waits at barriers.
-        exchanging: of those, inside attention's collectives, on the rank that was longest in them; ``gathering``:
-            inside the collectives of weights and gradients.
+        exchanging: seconds inside attention's collectives, in a step with the stopwatch, of the rank that was longest
+            in them; ``gathering``: inside the collectives of weights and gradients.
         inside: bytes that attention's collectives sent between ranks of one node; ``across``: of two.
         calls: of attention's collectives, on rank 0.
     """
@@ -33,7 +32,6 @@ class Times:
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     interface: list[int] = field(default_factory=list)
-    watched: list[float] = field(default_factory=list)
     exchanging: list[float] = field(default_factory=list)
     gathering: list[float] = field(default_factory=list)
     inside: list[int] = field(default_factory=list)
@@ -116,16 +114,13 @@ def _watch_step(
     wait_for(device)
     dist.barrier()
     with Stopwatch(device) as watch:
-        start = time.perf_counter()
         step(batch)
         wait_for(device)
-        seconds = time.perf_counter() - start - watch.waited
     same = np.asarray(nodes) == nodes[dist.get_rank()]
     sent = [int(watch.sent[same].sum()), int(watch.sent[~same].sum())]
-    slowest, total = _reduced([seconds, watch.tokens.seconds, watch.weights.seconds], sent, device)
-    times.watched.append(slowest[0])
-    times.exchanging.append(slowest[1])
-    times.gathering.append(slowest[2])
+    slowest, total = _reduced([watch.tokens.seconds, watch.weights.seconds], sent, device)
+    times.exchanging.append(slowest[0])
+    times.gathering.append(slowest[1])
     times.inside.append(round(total[0]))
     times.across.append(round(total[1]))
     times.calls.append(watch.tokens.calls)

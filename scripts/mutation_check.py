@@ -1,6 +1,6 @@
 """Plant faults, one at a time, in a copy of the package, and see that named tests notice each.
 
-    python scripts/mutation_check.py            # all, about two minutes on two cores
+    python scripts/mutation_check.py            # all, about three minutes on two cores
     python scripts/mutation_check.py loss       # those whose name contains "loss"
 
 Exit code 1 if a fault goes unnoticed, or no longer fits the source.
@@ -148,6 +148,50 @@ FAULTS = (
         "if len(set(values)) > 1:",
         "if len(set(values)) > len(values):",
         "tests/parity/test_agreement.py::test_kf28_kf11_every_rank_names_the_odd_one_and_what_differs",
+    ),
+    Fault(
+        "a copy of the model across nodes",
+        "train/sharding.py",
+        "    shape = (replicate, ranks // replicate)\n"
+        '    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))\n',
+        "    shape = (ranks // replicate, replicate)\n"
+        '    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_shard", "dp_replicate"))\n',
+        "tests/train/test_sharding.py::test_neighbours_share_a_copy",
+    ),
+    Fault(
+        "weights gathered when they are needed",
+        "train/sharding.py",
+        "layers[index + 1 : index + 1 + count]",
+        "layers[index : index + count]",
+        "tests/train/test_sharding.py::test_weights_are_on_their_way_before_the_layer_in_front_is_computed",
+    ),
+    Fault(
+        "waiting counted as exchanging",
+        "bench/stopwatch.py",
+        "        dist.barrier(group)\n",
+        "",
+        "tests/bench/test_parts.py::test_waiting_for_a_late_rank_is_no_time_of_the_exchange",
+    ),
+    Fault(
+        "bytes within a node counted as across",
+        "bench/timing.py",
+        "np.asarray(nodes) == nodes[dist.get_rank()]",
+        "np.arange(len(nodes)) == dist.get_rank()",
+        "tests/bench/test_step.py::test_counted_bytes_are_the_plans_and_none_cross_nodes_with_a_sequence_on_each",
+    ),
+    Fault(
+        "losses compared under AdamW alone",
+        "bench/trials.py",
+        "for optimizer, losses in trial.losses.items():",
+        'for optimizer, losses in [("adamw", trial.losses["adamw"])]:',
+        "tests/bench/test_step.py::test_contenders_that_compute_something_else_get_no_time",
+    ),
+    Fault(
+        "neighbouring ranks on different nodes",
+        "lab/layout.py",
+        "node, local_rank = divmod(rank, shape.ranks_per_node)",
+        "local_rank, node = divmod(rank, shape.nodes)",
+        "tests/lab/test_layout.py::test_ranks_are_told_their_place_node_by_node",
     ),
 )
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from basp.bench.contender import Unavailable, Workload
 from basp.bench.peers import ring
+from basp.bench.peers.context_parallel import ContextParallelContender
 from basp.bench.peers.padded import check_heads, cut, read_config
 from basp.bench.peers.static_dp_sp import split
 from basp.bench.registry import CONTENDERS, load_builder
@@ -160,7 +161,33 @@ def test_a_slice_has_its_positions_and_the_labels_that_follow() -> None:
     assert second.position_ids.tolist() == [[3, 4, 5]] * 2
 
 
-# ---- the ring's blocks
+# ---- torch's ring
+
+
+def _part_of_torchs_ring(rank: int, world: int, work: Workload, batch: list[np.ndarray]) -> list[Any]:
+    contender = ContextParallelContender(work, torch.device("cpu"), name="ring")
+    with contender.part(batch) as part:
+        tables = [part.position_ids.tolist(), part.input_ids.tolist(), part.targets.tolist()]
+    return [contender.tokens, *tables]
+
+
+def test_torchs_ring_is_given_its_zig_zag_of_the_whole_batch() -> None:
+    batch = [np.arange(10, 26), np.arange(40, 51)]
+    told = run_ranks(2, _part_of_torchs_ring, workload((16, 11)), batch)
+    assert [tokens for tokens, *_ in told] == [16, 16]
+    assert told[0][1] == [[0, 1, 2, 3, 12, 13, 14, 15]] * 2  # the front and the back, on the first rank
+    for row, sequence in enumerate(batch):
+        whole = {}
+        for _, positions, ids, targets in told:
+            whole |= {
+                at: (token, target) for at, token, target in zip(positions[row], ids[row], targets[row], strict=True)
+            }
+        following = [*sequence[1:], -100]
+        assert [whole[at] for at in range(len(sequence))] == list(zip(sequence, following, strict=True))
+        assert [whole[at][1] for at in range(len(sequence), 16)] == [-100] * (16 - len(sequence))
+
+
+# ---- our ring's blocks
 
 
 def tensors(seed: int, *, kv_heads: int = 4) -> tuple[Tensor, ...]:

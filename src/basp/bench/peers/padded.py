@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,18 +42,20 @@ class Part:
     targets: Tensor
 
 
-def padded_length(lengths: Sequence[int], ranks: int) -> int:
-    """The longest, rounded up to a multiple of ``ranks``."""
-    return -(-max(lengths) // ranks) * ranks
+def padded_length(lengths: Sequence[int], multiple: int) -> int:
+    """The longest, rounded up to a multiple."""
+    return -(-max(lengths) // multiple) * multiple
 
 
-def cut(sequences: Sequence[np.ndarray], *, ranks: int, rank: int, device: torch.device) -> Part:
+def cut(
+    sequences: Sequence[np.ndarray], *, ranks: int, rank: int, device: torch.device, multiple: int | None = None
+) -> Part:
     """The slice that ``rank`` of ``ranks`` holds of all these sequences, padded at their ends to one length.
 
     Causal attention never looks from a token to the padding behind it, and padding has no label: the loss is as
-    without.
+    without. The length is a multiple of ``ranks``, or of ``multiple``.
     """
-    length = padded_length([len(sequence) for sequence in sequences], ranks)
+    length = padded_length([len(sequence) for sequence in sequences], multiple or ranks)
     ids = np.zeros((len(sequences), length), dtype=np.int64)
     targets = np.full_like(ids, IGNORED)
     for row, sequence in enumerate(sequences):
@@ -63,9 +66,9 @@ def cut(sequences: Sequence[np.ndarray], *, ranks: int, rank: int, device: torch
     return Part(*(torch.from_numpy(table[:, own].copy()).to(device) for table in (ids, positions, targets)))
 
 
-def describe_padding(groups: Sequence[Sequence[int]], ranks: int) -> str:
-    """What ``cut`` adds to these groups' sequences, each group's being shared by ``ranks``, as a phrase."""
-    padding = sum(padded_length(lengths, ranks) * len(lengths) - sum(lengths) for lengths in groups)
+def describe_padding(groups: Sequence[Sequence[int]], multiple: int) -> str:
+    """What ``cut`` adds to these groups' sequences, whose lengths become a multiple, as a phrase."""
+    padding = sum(padded_length(lengths, multiple) * len(lengths) - sum(lengths) for lengths in groups)
     return f"{padding} tokens of padding at sequences' ends" if padding else "no padding"
 
 
@@ -177,17 +180,21 @@ class FsdpContender:
         shard(workload, model, device)
         self._optimizer = build_optimizer(workload, model)
 
+    def part(self, sequences: Sequence[np.ndarray]) -> AbstractContextManager[Part]:
+        """What this rank computes of a batch, for as long as the context is entered."""
+        return nullcontext(cut(sequences[self._own], **self._place, device=self._device))
+
     def step(self, sequences: Sequence[np.ndarray]) -> float:
         """See ``Contender``."""
-        part = cut(sequences[self._own], **self._place, device=self._device)
-        logits = self._model(
-            input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False, sequence_group=self._group
-        ).logits
         world = dist.group.WORLD
         assert world is not None
-        local_sum = sum_token_losses(logits, part.targets)
-        loss = share_of_mean(local_sum, valid_tokens=valid_tokens(sequences), groups=[world])
-        loss.backward()
+        with self.part(sequences) as part:
+            logits = self._model(
+                input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False, sequence_group=self._group
+            ).logits
+            local_sum = sum_token_losses(logits, part.targets)
+            loss = share_of_mean(local_sum, valid_tokens=valid_tokens(sequences), groups=[world])
+            loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.item()

@@ -1,8 +1,8 @@
-"""Ring attention of our own: keys and values go round all ranks, queries stay. Plain, under FSDP2.
+"""Ring attention under FSDP2: torch's own on CUDA; elsewhere, where that does not run, a plain one of ours.
 
-Each rank holds a contiguous slice of every sequence. Under a causal mask the first rank then needs one block of keys
-and the last all N, and every step of the ring waits for the slowest: no zig-zag evens that out here. torch's own
-``context_parallel`` does, on CUDA only; this one runs on any device, and gives way to it there in a later step.
+In ours keys and values go round all ranks and queries stay. Each rank holds a contiguous slice of every sequence. Under
+a causal mask the first rank then needs one block of keys and the last all N, and every step of the ring waits for the
+slowest: no zig-zag evens that out here, as torch's does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from basp.bench.contender import Workload
+from basp.bench.contender import Unavailable, Workload
 from basp.bench.peers.padded import (
     FsdpContender,
     build_with,
@@ -29,11 +29,21 @@ def build(workload: Workload, device: torch.device) -> FsdpContender:
     """Called on every rank after ``init_process_group``.
 
     Raises:
-        Unavailable: a model whose attention is not plain causal attention.
+        Unavailable: a model whose attention is not plain causal attention, a torch that has no ring any more.
     """
     group = dist.group.WORLD
     assert group is not None
     read_config(workload)
+    if device.type == "cuda":
+        try:
+            from basp.bench.peers.context_parallel import ContextParallelContender
+        except ImportError as error:  # torch calls it experimental
+            raise Unavailable(
+                f"a torch without context_parallel: {error}",
+                allowed="torch 2.9 to 2.13, which have it",
+                remedy="leave this contender out",
+            ) from error
+        return ContextParallelContender(workload, device, name=NAME)
     ranks = dist.get_world_size()
     kernel = "torch's CPU flash kernel" if device.type == "cpu" else "all scores of a block in memory"
     return FsdpContender(

@@ -157,6 +157,18 @@ def test_hybrid_sharding_of_unequal_sequences_trains_alike(tmp_path: Path, dtype
     assert losses[0] == pytest.approx(losses[1], rel=tolerance)
 
 
+def test_what_is_not_counted_is_not_zero(tmp_path: Path) -> None:
+    known = {"uncounted": "tests.bench.contenders:build_uncounted"}
+    run(options(tmp_path, ("basp", "ulysses", "uncounted")), known=known)
+    _, (_, ulysses, uncounted) = read_rows(tmp_path / "rows.jsonl")
+    keys = {key for key, value in uncounted.items() if value is None} - {"refusal", "interface_bytes"}
+    assert keys == {"all_to_all_seconds", "all_to_all_share", "all_to_all_ratio"} | {
+        f"bytes_{key}" for key in ("inside", "across", "across_ratio")
+    }
+    assert ulysses["bytes_inside"] > 0
+    assert "| uncounted | – | – | – | – |" in (tmp_path / "table.md").read_text()
+
+
 def test_one_contender_may_be_sharded_in_another_way(tmp_path: Path) -> None:
     own = "basp:replicate=2:gather_ahead=1"
     run(options(tmp_path, ("basp", own), ranks=4), nodes=(0, 0, 1, 1))

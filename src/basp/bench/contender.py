@@ -40,6 +40,8 @@ class Contender(Protocol):
     """One honest line: what it really does with this workload (padding, repeated kv heads, ...)."""
     tokens: int
     """Tokens that this rank computes, padding included."""
+    counted: bool
+    """Whether the stopwatch knows its attention's collectives; else it has neither their time nor their bytes."""
 
     def step(self, sequences: Sequence[np.ndarray]) -> float:
         """One optimizer step on these token ids.

@@ -28,6 +28,8 @@ def build_ulysses(workload: Workload, device: torch.device) -> Ours:
 class Ours:
     """A model whose attention is ours, sharded by FSDP2. The batch is compared over ranks in every step, as ever."""
 
+    counted = True
+
     def __init__(self, workload: Workload, device: torch.device, *, strategy: str) -> None:
         self._sp = SequenceParallel(dist.group.WORLD, strategy=strategy, device=device)
         self._model = prepare(build_model(workload), self._sp)

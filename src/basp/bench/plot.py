@@ -55,7 +55,7 @@ def _draw_seconds(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         ("weights_share", _WEIGHTS, "weights', gradients'"),
         (None, _REST, "everything else"),
     ):
-        width = whole - start if key is None else whole * [row[key] for row in rows]
+        width = whole - start if key is None else whole * [row[key] or 0 for row in rows]
         axes.barh(range(len(rows)), width, left=start, color=colour, label=label)
         start = start + width
     axes.set(xlabel="seconds of a step, median")
@@ -63,11 +63,10 @@ def _draw_seconds(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_bytes(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    size, unit = byte_unit(max(row["bytes_inside"] + row["bytes_across"] for row in rows))
-    across = [row["bytes_across"] / size for row in rows]
-    axes.barh(range(len(rows)), across, color=_ACROSS, label="across nodes")
-    inside = [row["bytes_inside"] / size for row in rows]
-    axes.barh(range(len(rows)), inside, left=across, color=_REST, label="inside nodes")
+    across, inside = (np.array([row[key] or 0 for row in rows]) for key in ("bytes_across", "bytes_inside"))
+    size, unit = byte_unit(max(across + inside))
+    axes.barh(range(len(rows)), across / size, color=_ACROSS, label="across nodes")
+    axes.barh(range(len(rows)), inside / size, left=across / size, color=_REST, label="inside nodes")
     axes.set(xlabel=f"{unit} that attention sends in a step, all ranks")
     _legend(axes)
 

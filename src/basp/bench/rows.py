@@ -18,7 +18,22 @@ from basp.files import written_whole
 def make_rows(trials: Sequence[Trial], times: Mapping[str, Times]) -> list[dict[str, Any]]:
     """A row for each contender; the first is the baseline. Ratios are of a contender over the baseline."""
     base = times[trials[0].label]
-    return [_told(trial) | (_measured(times[trial.label], base) if trial.label in times else {}) for trial in trials]
+    rows: list[dict[str, Any]] = []
+    for trial in trials:
+        row = _told(trial)
+        if trial.label in times:
+            row |= _measured(times[trial.label], base)
+            if not trial.counted:
+                row |= dict.fromkeys(_OF_ATTENTION)
+        rows.append(row)
+    return rows
+
+
+_OF_ATTENTION = (
+    *("all_to_all_seconds", "all_to_all_share", "all_to_all_ratio"),
+    *("bytes_inside", "bytes_across", "bytes_across_ratio"),
+)
+"""What is null for a contender whose collectives the stopwatch does not know."""
 
 
 def _told(trial: Trial) -> dict[str, Any]:

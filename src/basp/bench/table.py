@@ -38,13 +38,13 @@ TABLES: dict[str, list[Column]] = {
         Column("cpu ratio", lambda row: f"{row['cpu_ratio']['median']:.3f}"),
     ],
     "collectives' share of the step": [
-        Column("all-to-all", lambda row: f"{100 * row['all_to_all_share']:.1f} %"),
+        Column("all-to-all", lambda row: _share(row["all_to_all_share"])),
         Column("ratio", lambda row: _ratio((row["all_to_all_ratio"] or {}).get("median"))),
-        Column("weights", lambda row: f"{100 * row['weights_share']:.1f} %"),
+        Column("weights", lambda row: _share(row["weights_share"])),
     ],
     "attention's bytes inside nodes and across": [
-        Column("inside", lambda row: bytes_text(row["bytes_inside"])),
-        Column("across", lambda row: bytes_text(row["bytes_across"])),
+        Column("inside", lambda row: _bytes(row["bytes_inside"])),
+        Column("across", lambda row: _bytes(row["bytes_across"])),
         Column("ratio", lambda row: _across_ratio(row)),
         Column("wire", lambda row: _bytes(row["interface_bytes"])),
     ],
@@ -129,8 +129,12 @@ def _ratio(value: float | None) -> str:
 
 def _across_ratio(row: Row) -> str:
     # A baseline that sends none across has no finite ratio.
-    endless = row["bytes_across_ratio"] is None and row["bytes_across"] > 0
+    endless = row["bytes_across_ratio"] is None and row["bytes_across"]
     return "∞" if endless else _ratio(row["bytes_across_ratio"])
+
+
+def _share(value: float | None) -> str:
+    return _NONE if value is None else f"{100 * value:.1f} %"
 
 
 def _difference(value: float | None) -> str:

@@ -49,6 +49,7 @@ class Trial:
         label: its name, and a number if it is there again.
         does: in its own words; empty if it could not be built.
         tokens: of each rank.
+        counted: whether the stopwatch knows its attention's collectives.
         losses: by optimizer, of each step.
         difference: the largest relative difference to the baseline's losses that are compared, over all ranks.
         peak: bytes in a step, of the rank that holds most; None where nobody tells.
@@ -59,6 +60,7 @@ class Trial:
     label: str
     does: str = ""
     tokens: list[int] = field(default_factory=list)
+    counted: bool = True
     losses: dict[str, list[float]] = field(default_factory=dict)
     difference: float | None = None
     peak: int | None = None
@@ -164,7 +166,7 @@ def _try(trial: Trial, entrant: Entrant, device: torch.device, *, must: bool) ->
     memory.restart()
     losses.append(contender.step(batch))
     trial.losses[entrant.workload.optimizer] = losses
-    trial.does, trial.peak_kind = contender.does, memory.kind
+    trial.does, trial.counted, trial.peak_kind = contender.does, contender.counted, memory.kind
     told: list[tuple[int, int | None]] = [(0, None)] * dist.get_world_size()
     dist.all_gather_object(told, (contender.tokens, memory.peak()))
     trial.tokens = [tokens for tokens, _ in told]

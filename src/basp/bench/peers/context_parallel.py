@@ -31,6 +31,8 @@ class ContextParallelContender(FsdpContender):
         name: of the contender.
     """
 
+    counted = False
+
     def __init__(self, workload: Workload, device: torch.device, *, name: str) -> None:
         world = dist.group.WORLD
         assert world is not None

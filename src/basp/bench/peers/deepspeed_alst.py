@@ -129,6 +129,8 @@ class AlstContender:
         linear: ZeRO-3's ``torch.nn.functional.linear``, for its own steps.
     """
 
+    counted = True
+
     def __init__(
         self, engine: Any, workload: Workload, device: torch.device, *, does: str, linear: Callable[..., Tensor]
     ) -> None:

@@ -161,6 +161,8 @@ class FsdpContender:
         group: the ranks that share these.
     """
 
+    counted = True
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -4,8 +4,8 @@
     python bench/study bench/results/2026-12-01 --page   # only the page, from the rows that are there
 
 Each case is one ``basp lab run ... -- basp bench ...``; its rows are kept as ``rows/CASE.jsonl``, so that a study that
-was interrupted goes on where it was. Peers need bench/requirements.txt. Leave the machine alone meanwhile: it takes
-about an hour and a half on two cores.
+was interrupted goes on where it was. Peers need bench/requirements.txt, and DeepSpeed ninja on the PATH. Leave the
+machine alone meanwhile: it takes about an hour and a half on two cores.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _introduction(environment: Mapping[str, Any], folder: str) -> str:
 {environment["date"][:10]}: basp {environment["basp"]}, {packages}; {environment["cpu"]}, {cores} cores.
 
 ```sh
-sudo python bench/study bench/results/{folder}    # measures what has no rows here, and writes this page
+sudo env PATH="$PATH" python bench/study bench/results/{folder}    # measures what has no rows yet, writes this page
 ```
 
 **This is an emulation.** "Nodes" are network namespaces of one machine whose links are shaped to {LINK} each way, ranks
@@ -141,7 +141,7 @@ def make_page(folder: Path) -> str:
         _section("Unequal lengths", UNEQUAL_TEXT, _table(UNEQUAL, measured)),
         _section("2 kv heads", KV_TEXT, _table(KV_HEADS, measured)),
         _section("3 nodes", NODES_TEXT, _table(THREE_NODES, measured)),
-        _section("Weights as the bottleneck", SHARDING_TEXT, "![](sharding.png)", _table(BOTTLENECK, measured)),
+        _section("Weights as the bottleneck", SHARDING_TEXT, "![](sharding.png)", _table([BOTTLENECK], measured)),
         _section("Attention alone", ATTENTION_TEXT, _table(ATTENTION, measured)),
         _section("Columns", COLUMNS_TEXT),
     ]
@@ -254,19 +254,18 @@ def draw_ratios(measured: Mapping[str, Rows], path: Path) -> None:
 
 def draw_sharding(measured: Mapping[str, Rows], path: Path) -> None:
     """A step's time under each way to shard, and beside it what its collectives take."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    panels: Sequence[Axes] = figure.subplots(1, len(BOTTLENECK), sharey=True)
-    for axes, case in zip(panels, BOTTLENECK, strict=True):
-        rows = measured[case.name]
-        places, steps = np.arange(len(rows)), np.array([row["step_seconds"]["median"] for row in rows.values()])
-        axes.barh(places - 0.27, steps, height=0.26, color="#999999", label="the step")
-        for number, (key, (colour, label)) in enumerate(_PARTS.items()):
-            seconds = steps * [row[key] for row in rows.values()]
-            axes.barh(places + 0.27 * number, seconds, height=0.26, color=colour, label=label)
-        axes.set(title=_batch(case), xlabel="seconds", ylim=(len(rows) - 0.5, -0.5))
-        axes.set_yticks(places, list(rows))
-    panels[-1].legend(frameon=False, loc="lower right")
-    _save(figure, panels, path)
+    rows = measured[BOTTLENECK.name]
+    places, steps = np.arange(len(rows)), np.array([row["step_seconds"]["median"] for row in rows.values()])
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(places - 0.27, steps, height=0.26, color="#999999", label="the step")
+    for number, (key, (colour, label)) in enumerate(_PARTS.items()):
+        seconds = steps * [row[key] for row in rows.values()]
+        axes.barh(places + 0.27 * number, seconds, height=0.26, color=colour, label=label)
+    axes.set(title=_batch(BOTTLENECK), xlabel="seconds", ylim=(len(rows) - 0.5, -0.5))
+    axes.set_yticks(places, list(rows))
+    axes.legend(frameon=False, loc="lower right")
+    _save(figure, [axes], path)
 
 
 def _save(figure: Figure, panels: Sequence[Axes], path: Path) -> None:

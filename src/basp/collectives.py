@@ -1,11 +1,14 @@
 """Gather, all-to-all, gather as one differentiable op on rows, and a counter of the bytes that it sends.
 
-Everything travels on the one communicator that is passed in, as a single ``all_to_all_single`` with uneven splits: an
-empty split costs nothing, so which ranks talk may change every micro-step without a new process group.
+Everything travels on the one communicator that is passed in, in one exchange with uneven splits: an empty split costs
+nothing, so which ranks talk may change every micro-step without a new process group. On a GPU that exchange is
+``all_to_all_single``, which NCCL makes of the splits that are not empty. gloo would send an empty message for each of
+the others, and all ranks would wait for the slowest: on a CPU the exchange is messages between those that have any.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -147,11 +150,37 @@ class _ExchangeRows(torch.autograd.Function):
 
 def _all_to_all(rows: Tensor, send: list[int], recv: list[int], route: DeviceRoute, phase: Phase) -> Tensor:
     out = rows.new_empty(sum(recv), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), recv, send, group=route.group)
+    exchange = exchange_in_pairs if rows.device.type == "cpu" else dist.all_to_all_single
+    exchange(out, rows.contiguous(), recv, send, group=route.group)
     sent = np.asarray(send, dtype=np.int64) * (rows.shape[1] * rows.element_size())
     sent[dist.get_rank(route.group)] = 0
     route.counter.add(phase, sent)
     return out
+
+
+def exchange_in_pairs(
+    out: Tensor, rows: Tensor, recv: Sequence[int], send: Sequence[int], *, group: dist.ProcessGroup
+) -> None:
+    """``all_to_all_single`` without the empty messages: a rank waits only for those that it exchanges rows with.
+
+    Args:
+        out: [sum(recv), width] rows received, by rank of the group.
+        rows: [sum(send), width] rows to send, by rank.
+        recv: rows from each rank; ``send``: to each.
+        group: the communicator.
+    """
+    own = dist.get_rank(group)
+    messages: list[dist.P2POp] = []
+    for peer, (sent, received) in enumerate(zip(rows.split(list(send)), out.split(list(recv)), strict=True)):
+        if peer == own:
+            received.copy_(sent)
+            continue
+        if len(sent):
+            messages.append(dist.P2POp(dist.isend, sent, group=group, group_peer=peer))
+        if len(received):
+            messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=peer))
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
 
 
 def _to(table: Ints, device: torch.device) -> Tensor:

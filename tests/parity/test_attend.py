@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from basp import collectives
 from basp.attention import AttentionSpec, Context, attend, find_kernel
 from basp.collectives import ByteCounter
 from basp.plans import Plan, Shard, Tile
@@ -200,18 +201,18 @@ def token_first(layout: str, leaves: list[Tensor], parts: list[Tensor]) -> list[
 
 @contextmanager
 def counted_collectives() -> Iterator[list[int]]:
-    """Counts ``all_to_all_single`` on this rank."""
-    real, calls = dist.all_to_all_single, [0]
+    """Counts exchanges on this rank."""
+    real, calls = collectives.exchange_in_pairs, [0]
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         return real(*args, **kwargs)
 
-    dist.all_to_all_single = counting
+    collectives.exchange_in_pairs = counting
     try:
         yield calls
     finally:
-        dist.all_to_all_single = real
+        collectives.exchange_in_pairs = real
 
 
 def is_local(plan: Plan) -> bool:
@@ -292,8 +293,14 @@ def run_cases(rank: int, world: int, cases: list[Case]) -> list[str]:
     return faults
 
 
-def check(world: int, cases: list[Case], timeout: float = 60.0) -> None:
-    faults = [fault for rank in run_ranks(world, run_cases, cases, timeout=timeout) for fault in rank]
+def run_cases_as_on_gpus(rank: int, world: int, cases: list[Case]) -> list[str]:
+    """``run_cases``, with one collective for each exchange in the place of messages."""
+    collectives.exchange_in_pairs = dist.all_to_all_single
+    return run_cases(rank, world, cases)
+
+
+def check(world: int, cases: list[Case], timeout: float = 60.0, run: Callable[..., list[str]] = run_cases) -> None:
+    faults = [fault for rank in run_ranks(world, run, cases, timeout=timeout) for fault in rank]
     assert not faults, f"{len(faults)} faults, first of them:\n" + "\n".join(faults[:12])
 
 
@@ -367,8 +374,9 @@ def test_hand_made_plans(strategy: Callable[..., Plan]) -> None:
     check(3, cases)
 
 
+@pytest.mark.parametrize("run", [run_cases, run_cases_as_on_gpus])
 @pytest.mark.parametrize("world", [3, 4])
-def test_random_sweep(world: int) -> None:
+def test_random_sweep(world: int, run: Callable[..., list[str]]) -> None:
     chance = random.Random(20240 + world)
     cases: list[Case] = []
     for _ in range(90):
@@ -386,7 +394,7 @@ def test_random_sweep(world: int) -> None:
                 layout=chance.choice(LAYOUTS),
             )
         )
-    check(world, cases)
+    check(world, cases, run=run)
 
 
 def test_float32() -> None:

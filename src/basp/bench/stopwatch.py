@@ -43,9 +43,9 @@ class Account:
 class Stopwatch:
     """While entered, the collectives of this process are timed, by whoever they are called.
 
-    In front of each is a barrier of its group, so that its seconds are of the exchange alone and not of waiting for
-    ranks that come later. An asynchronous call is waited for at once: its seconds do not shrink by what would have
-    been computed meanwhile.
+    In front of each is a barrier of its group, or a greeting between those that exchange messages, so that its seconds
+    are of the exchange alone and not of waiting for ranks that come later. An asynchronous call is waited for at once:
+    its seconds do not shrink by what would have been computed meanwhile.
 
     Args:
         device: of the tensors; a GPU is waited for before the clock is read.
@@ -90,7 +90,9 @@ class Stopwatch:
             row_bytes = input[:1].numel() * input.element_size()
             self._count({rank: count * row_bytes for rank, count in zip(members, rows, strict=True)})
             self._time(
-                self.tokens, group, lambda: original(output, input, output_split_sizes, input_split_sizes, group=group)
+                self.tokens,
+                lambda: dist.barrier(group),
+                lambda: original(output, input, output_split_sizes, input_split_sizes, group=group),
             )
             return _Done() if async_op else None
 
@@ -106,10 +108,22 @@ class Stopwatch:
                 for work in original(p2p_op_list):
                     work.wait()
 
-            self._time(self.tokens, p2p_op_list[0].group, run)
+            self._time(self.tokens, lambda: self._meet(original, p2p_op_list), run)
             return [_Done() for _ in p2p_op_list]
 
         return timed
+
+    def _meet(self, original: Callable[..., Any], p2p_op_list: list[dist.P2POp]) -> None:
+        """Wait for those that this rank exchanges messages with: others of the group may have none to exchange."""
+        token = torch.zeros(1, device=self._device)
+        pairs = {each.peer: each.group for each in p2p_op_list}
+        meeting = [
+            dist.P2POp(op, token.clone(), peer, group)
+            for peer, group in pairs.items()
+            for op in (dist.isend, dist.irecv)
+        ]
+        for work in original(meeting):
+            work.wait()
 
     def _of_weights(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -117,7 +131,7 @@ class Stopwatch:
         def timed(*args: Any, **kwargs: Any) -> _Done | None:
             given = signature.bind(*args, **kwargs).arguments
             later = given.pop("async_op", False)
-            self._time(self.weights, given.get("group"), lambda: original(**given))
+            self._time(self.weights, lambda: dist.barrier(given.get("group")), lambda: original(**given))
             return _Done() if later else None
 
         return timed
@@ -127,9 +141,9 @@ class Stopwatch:
             if rank != dist.get_rank():
                 self.sent[rank] += amount
 
-    def _time(self, account: Account, group: dist.ProcessGroup | None, run: Callable[[], Any]) -> None:
+    def _time(self, account: Account, meet: Callable[[], Any], run: Callable[[], Any]) -> None:
         wait_for(self._device)
-        dist.barrier(group)
+        meet()
         wait_for(self._device)
         start = time.perf_counter()
         run()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -52,3 +54,18 @@ def exchange_beside_a_late_rank(rank: int, world: int) -> float:
 
 def test_nobody_waits_for_a_rank_that_has_nothing_to_exchange() -> None:
     assert max(run_ranks(3, exchange_beside_a_late_rank)) < 1.0
+
+
+def wait_for_one_that_never_comes(rank: int, world: int) -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    assert group is not None
+    if rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            exchange_in_pairs(torch.empty(1, 1), torch.ones(1, 1), [0, 1], [0, 1], group=group)
+        return str(caught.value)
+    time.sleep(3.0)
+    return ""
+
+
+def test_waiting_for_a_message_ends_at_the_groups_timeout() -> None:
+    assert "imed out" in run_ranks(2, wait_for_one_that_never_comes)[0]

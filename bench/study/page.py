@@ -49,7 +49,11 @@ GRID_TEXT = """
 `static` is DP = B x SP = 8 / B, Ulysses in each group: the mesh of somebody who knew that every batch would have B
 equal sequences. There basp makes the same groups and sends the same bytes, so that its time should be equal, within
 the noise that two equals have here. `deepspeed` gathers fewer bytes of weights than FSDP2: the ratio to quote for the
-layout itself is that of `fsdp2-ulysses`. With B = 1 basp's plan *is* Ulysses.
+layout itself is that of `fsdp2-ulysses`.
+
+With B = 1 basp's plan *is* Ulysses, and sends the same bytes. It sends q, k and v in one exchange where the peers have
+three, and is the slower one here: a link's token bucket lets 128 KiB pass at once after each pause, and 8 pauses more
+in a step are 1 MiB for which the peers do not wait.
 """
 
 ODD_TEXT = """

@@ -48,12 +48,13 @@ faster the links beside the rest of the machine, the less there is to gain.
 GRID_TEXT = """
 `static` is DP = B x SP = 8 / B, Ulysses in each group: the mesh of somebody who knew that every batch would have B
 equal sequences. There basp makes the same groups and sends the same bytes, so that its time should be equal, within
-the noise that two equals have here. `deepspeed` gathers fewer bytes of weights than FSDP2: the ratio to quote for the
-layout itself is that of `fsdp2-ulysses`.
+the noise that two equals have here. At 512 tokens most of a step is FSDP2's gathering of weights, whatever the
+layout; with more tokens in the batch attention's share grows. `deepspeed` gathers fewer bytes of weights than FSDP2:
+the ratio to quote for the layout itself is that of `fsdp2-ulysses`.
 
-With B = 1 basp's plan *is* Ulysses, and sends the same bytes. It sends q, k and v in one exchange where the peers have
-three, and is the slower one here: a link's token bucket lets 128 KiB pass at once after each pause, and 8 pauses more
-in a step are 1 MiB for which the peers do not wait.
+With B = 1 basp's plan *is* Ulysses, and sends the same bytes. It sends q, k and v in one exchange where the peers
+have three, and is the slower one here: a link's token bucket lets 128 KiB pass at once after each pause, and 8 pauses
+more in a step are 1 MiB for which the peers do not wait.
 """
 
 ODD_TEXT = """
@@ -62,16 +63,21 @@ that only a sequence whose ranks sit on both sides of a node's border crosses it
 """
 
 UNEQUAL_TEXT = """
-The peers pad to the longest sequence of a group (see tokens/rank), basp pads nothing.
+The peers pad to the longest sequence of a group, basp pads nothing and gives every rank equally many tokens: see
+tokens/rank. With two sequences of 3,000 and 1,096 tokens that costs it time on slow links: the long one reaches over
+the border of a node. `static` keeps each sequence on its own node, and is faster for it, where the memory for half as
+many tokens again is there.
 """
 
 KV_TEXT = """
-The peers repeat kv heads until there is one for each rank that shares a sequence; basp's tables name the kv head that
-a rank's query heads read. Keys and values being a quarter as large, attention has less to send.
+The peers repeat kv heads until there is one for each rank that shares a sequence: over 8 ranks they send as much as
+with 8 kv heads. basp's tables name the kv head that a rank's query heads read.
 """
 
 NODES_TEXT = """
-3 nodes x 2 ranks. Of 8 heads, 6 ranks have no equal shares: Ulysses cannot run, basp can.
+3 nodes x 2 ranks, and a wider model for the 12 heads that 6 ranks can share. Of 8 heads they have no equal shares:
+Ulysses over all of them cannot run, basp can. Two sequences take 3 ranks each, more than a node has: there is no layout
+that keeps attention off the links, and little to gain.
 """
 
 SHARDING_TEXT = f"""
@@ -123,9 +129,10 @@ are processes that share its {cores} cores, and collectives are gloo's. Traffic 
 fast, and takes processor time that a real node would not spend on it. The tables show the effect of where bytes go.
 They are neither the figures of the paper (arXiv 2609.03151) nor those of any cluster of GPUs.
 
-Every step is one of a Llama in float32 under AdamW ({sizes}), on 2 nodes x 4 ranks and links of {LINK} unless a
-table says otherwise. Ratios are of a contender's time to basp's in the same round, in the same processes: above 1,
-basp is faster. Before a time was taken, losses equalled basp's at steps 0 and 3, under SGD and under AdamW."""
+Every step is one of a Llama in float32 under AdamW ({sizes}),
+on 2 nodes x 4 ranks and links of {LINK} unless a table says otherwise. Ratios are of a contender's time to basp's in
+the same round, in the same processes: above 1, basp is faster. Before a time was taken, losses equalled basp's at
+steps 0 and 3, under SGD and under AdamW."""
 
 
 # ---- the page
@@ -221,7 +228,9 @@ def _spread(values: Mapping[str, float]) -> str:
 
 
 def _number(value: float | None, *, endless: bool) -> str:
-    return f"{value:.2f}" if value is not None else "∞" if endless else "–"
+    if value is None:
+        return "∞" if endless else "–"
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -268,7 +277,7 @@ def draw_sharding(measured: Mapping[str, Rows], path: Path) -> None:
         axes.barh(places + 0.27 * number, seconds, height=0.26, color=colour, label=label)
     axes.set(title=_batch(BOTTLENECK), xlabel="seconds", ylim=(len(rows) - 0.5, -0.5))
     axes.set_yticks(places, list(rows))
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="upper right")
     _save(figure, [axes], path)
 
 

@@ -30,6 +30,7 @@ from matplotlib.figure import Figure
 
 from basp.bench.options import text_of
 from basp.bench.rows import read_rows
+from basp.bench.table import difference_text, markdown_line
 from basp.files import written_whole
 from basp.report import bytes_text
 
@@ -181,12 +182,12 @@ def _batch(case: Case) -> str:
 
 def _table(cases: Sequence[Case], measured: Mapping[str, Rows], title: Any = _batch) -> str:
     """A line for each contender of each case, why some have no time, and a case's command."""
-    lines = [_line(HEADINGS), _line(["---", "---"] + ["---:"] * (len(HEADINGS) - 2))]
+    lines = [markdown_line(HEADINGS), markdown_line(["---", "---"] + ["---:"] * (len(HEADINGS) - 2))]
     reasons: list[str] = []
     for case in cases:
         rows = measured[case.name]
         for number, row in enumerate(rows.values()):
-            lines.append(_line([title(case) if number == 0 else "", row["name"], *_cells(row, rows)]))
+            lines.append(markdown_line([title(case) if number == 0 else "", row["name"], *_cells(row, rows)]))
             if row["refusal"]:
                 reasons.append(f"- No time for {row['name']} in {title(case)}: {row['refusal'].split('. Allowed')[0]}.")
     command = f"The first of these: `{' '.join(cases[0].command())}`"
@@ -208,18 +209,18 @@ def _cells(row: Mapping[str, Any], rows: Rows) -> list[str]:
         _number(row["bytes_across_ratio"], endless=row["bytes_across"] > 0),
         bytes_text(row["interface_bytes"]),
         _number(row["interface_bytes"] / base["interface_bytes"] if base["interface_bytes"] else None, endless=True),
-        "–" if row is base else f"{row['loss_difference']:.0e}" if row["loss_difference"] else "0",
+        difference_text(row["loss_difference"]),
         tokens,
     ]
 
 
 def _matrix(measured: Mapping[str, Rows]) -> str:
     """Ratios of FSDP2-Ulysses to basp by length and batch."""
-    lines = [_line(["tokens of each", *(f"B = {sequences}" for sequences in BATCHES)])]
-    lines += [_line(["---:"] * (1 + len(BATCHES)))]
+    lines = [markdown_line(["tokens of each", *(f"B = {sequences}" for sequences in BATCHES)])]
+    lines += [markdown_line(["---:"] * (1 + len(BATCHES)))]
     for length in LENGTHS:
         ratios = [measured[f"{sequences}x{length}"][ULYSSES]["step_ratio"] for sequences in BATCHES]
-        lines.append(_line([f"{length:,}", *map(_spread, ratios)]))
+        lines.append(markdown_line([f"{length:,}", *map(_spread, ratios)]))
     return "\n".join([f"Step time of `{ULYSSES}` over basp's, median (quartiles):", "", *lines])
 
 
@@ -231,10 +232,6 @@ def _number(value: float | None, *, endless: bool) -> str:
     if value is None:
         return "∞" if endless else "–"
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 # ---- pictures

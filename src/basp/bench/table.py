@@ -49,7 +49,7 @@ TABLES: dict[str, list[Column]] = {
         Column("wire", lambda row: _bytes(row["interface_bytes"])),
     ],
     "the same work?": [
-        Column("differs", lambda row: _difference(row["loss_difference"])),
+        Column("differs", lambda row: difference_text(row["loss_difference"])),
         Column("tokens/rank", lambda row: f"{max(row['tokens']):,}" if row["tokens"] else _NONE),
         Column("memory", lambda row: _bytes(row["peak_bytes"])),
     ],
@@ -102,14 +102,19 @@ def markdown(environment: Row, rows: Sequence[Row]) -> str:
     """For a file."""
     lines = [f"# {heading(environment)}", ""]
     for title, columns in TABLES.items():
-        lines += [f"**{title}**", "", _line(["", *(column.heading for column in columns)])]
-        lines += [_line(["---"] + ["---:"] * len(columns)), *(_line(each) for each in cells(rows, title)), ""]
+        lines += [f"**{title}**", "", markdown_line(["", *(column.heading for column in columns)])]
+        lines += [
+            markdown_line(["---"] + ["---:"] * len(columns)),
+            *(markdown_line(each) for each in cells(rows, title)),
+            "",
+        ]
     lines += [f"- {note}" for note in notes(environment, rows)]
     lines += ["", f"`{environment['command']}`", "", _where(environment)]
     return "\n".join(lines) + "\n"
 
 
-def _line(cells: Sequence[str]) -> str:
+def markdown_line(cells: Sequence[str]) -> str:
+    """One line of a table in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
@@ -137,7 +142,8 @@ def _share(value: float | None) -> str:
     return _NONE if value is None else f"{100 * value:.1f} %"
 
 
-def _difference(value: float | None) -> str:
+def difference_text(value: float | None) -> str:
+    """A relative difference, for people; None is the baseline's to itself."""
     return _NONE if value is None else f"{value:.0e}" if value else "0"
 
 

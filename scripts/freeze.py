@@ -11,7 +11,7 @@ from importlib.metadata import distributions
 
 HEADER = """\
 # The releases that the tests passed with, all of them: `make demo`, `make test` and CI install these and no others.
-# Written by `make constraints`; CONTRIBUTING.md says when. A user's install has the lower bounds of pyproject.toml only.
+# Written by `make constraints`; CONTRIBUTING.md says when. A user's install has pyproject.toml's lower bounds.
 """
 LEFT_OUT = re.compile(r"basp|pip|setuptools|wheel|triton|(nvidia|cuda)-.*")
 

@@ -170,8 +170,8 @@ BART = {
 
 WITHOUT = ("linear attention, a state space, or an attention of its own", "train this model without basp")
 
-# What is refused, and the words that its message must have: the layer and what is the matter with it. Not how many calls
-# were counted or which of several true reasons came first: that follows the release of transformers.
+# What is refused, and the words that its message must have: the layer and what is the matter with it. Not how many
+# calls were counted or which of several true reasons came first: that follows the release of transformers.
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "kf14 chunks": ("Llama4", LLAMA4, ("layer 0", "chunk", "attention_chunk_size")),
     "kf13 rope that follows the rank's longest position": (

@@ -91,7 +91,8 @@ def _run_probe(model: nn.Module, kernel: ChosenKernel) -> Probe:
                 raise _drawn(model)
     except NoStepError as error:
         raise ModelError(
-            f"{type(model).__name__} does not pass keyword arguments of its forward on to attention{_where(model, error)}",
+            f"{type(model).__name__} does not pass keyword arguments of its forward on to attention"
+            f"{_where(model, error)}",
             allowed="a model whose attention function receives them, as transformers' newer models do",
             remedy="train this model without basp",
         ) from error

@@ -207,10 +207,11 @@ class SequenceParallel:
         return share_of_mean(local_sum, valid_tokens=step.valid_tokens, groups=self.average_groups)
 
     def _announce_kernel(self) -> None:
-        if self._announced or (dist.is_initialized() and dist.get_rank() != 0):
+        ran = str(self.kernel)  # a rank may have had no tokens and no tile so far
+        if self._announced or not ran or (dist.is_initialized() and dist.get_rank() != 0):
             return
         self._announced = True
-        logger, message = logging.getLogger("basp"), f"attention kernel: {self.kernel}"
+        logger, message = logging.getLogger("basp"), f"attention kernel: {ran}"
         if logger.hasHandlers():
             logger.info(message)
         else:  # a program that has not set up logging should see it all the same

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import basp
+from basp import collectives
 from basp.casts import keep_float64
-from basp.errors import ModelError
+from basp.errors import DisagreementError, ModelError
+from basp.plans import Plan, Shard, Tile
 from tests.support import oracle
 from tests.support.models import mean_gradients, random_batch, tiny_model
 from tests.support.ranks import run_ranks
@@ -244,6 +248,103 @@ def test_kf30_bfloat16_error_is_that_of_one_process(strategy):
     for loss_error, _, grad_error, one_grad_error in run_ranks(4, _bfloat16, strategy):
         assert 0 < loss_error < 2e-2  # a bfloat16 logit of about 4 is known to 2 ** -7
         assert 0 < grad_error < 2 * one_grad_error
+
+
+def owner_computes_nothing(lengths, *, ranks, heads, kv_heads, causal=True) -> Plan:
+    """All tokens on rank 0, all attention on the last: one rank without tiles, and one (or more) without tokens."""
+    tokens = [Shard(sequence, 0, length) for sequence, length in enumerate(lengths)]
+    work = [Tile(sequence, 0, heads, 0, length) for sequence, length in enumerate(lengths)]
+    nothing: list[list[Any]] = [[]] * (ranks - 1)
+    return Plan.of(
+        lengths, heads=heads, kv_heads=kv_heads, shards=[tokens, *nothing], tiles=[*nothing, work], causal=causal
+    )
+
+
+@contextmanager
+def types_sent() -> Iterator[list[torch.dtype]]:
+    """The type of the rows of each exchange of this rank."""
+    real, seen = collectives.exchange_in_pairs, []
+
+    def noting(out: torch.Tensor, rows: torch.Tensor, *args: Any, **named: Any) -> None:
+        seen.append(rows.dtype)
+        real(out, rows, *args, **named)
+
+    collectives.exchange_in_pairs = noting
+    try:
+        yield seen
+    finally:
+        collectives.exchange_in_pairs = real
+
+
+def _autocast(rank: int, world: int, family: str) -> None:
+    """Rotary embeddings make float32 of the queries and keys; sinks are float32 already."""
+
+    def made() -> Any:  # of all experts, so that rounding does not change which are chosen
+        return tiny_model(family, dtype=torch.float32, **({"num_experts_per_tok": 5} if family == "gpt-oss" else {}))
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))
+    batches, layers = batches_of((40, 20)), 2
+    exact_loss, exact = oracle.run_model(made(), batches)
+    for kind in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", kind):
+            one_loss, one = oracle.run_model(made(), batches)
+        policies = (None, MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32))
+        for policy, strategy in product(policies, ("basp", owner_computes_nothing)):
+            case = f"{kind}, {policy}, {strategy}"
+            sp = basp.SequenceParallel(mesh, strategy=strategy)
+            model = made()
+            with torch.autocast("cpu", kind):
+                basp.prepare(model, sp)
+            if policy is not None:
+                shard(model, mesh, mp_policy=policy)
+            (step,) = sp.shard_steps(batches)
+            with types_sent() as sent:
+                with torch.autocast("cpu", kind):
+                    loss = sp.loss(model, step)
+                loss.backward()
+            assert set(sent) == {kind}, case
+            assert len(sent) == 4 * layers, case
+            (shape,) = step.context.shapes
+            traffic = step.plan(4, 2).traffic(shape.head_dim, kind.itemsize, shape.value_head_dim)
+            assert sp.counter.forward.tolist() == (layers * traffic[rank]).tolist(), case
+            assert sp.counter.backward.tolist() == (layers * traffic[:, rank]).tolist(), case
+            grads = mean_gradients(model) if policy is None else full_gradients(model)
+            assert {grad.dtype for grad in grads.values()} == {torch.float32}, case
+            assert abs(float(loss.detach() - exact_loss)) <= 2 * abs(float(one_loss - exact_loss)) + 2e-3, case
+            assert 0 < _distance(grads, exact) < 2 * _distance(one, exact), case
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_under_autocast_every_rank_sends_its_type(ranks, family):
+    run_ranks(ranks, _autocast, family)
+
+
+def _odd_autocast(rank: int, world: int) -> list[str]:
+    """One rank in another type, in the first step and in a later one that has types which were equal before."""
+    said = []
+    model, batches = tiny_model("llama", dtype=torch.float32), batches_of((40, 20))
+    sp = basp.SequenceParallel(dist.group.WORLD)
+    basp.prepare(model, sp)
+    for odd in (False, True, False, True):
+        kind = torch.float16 if rank == 1 and odd else torch.bfloat16
+        with torch.autocast("cpu", kind):
+            try:
+                sp.loss(model, sp.shard(batches[0])).backward()
+            except DisagreementError as error:
+                said.append(str(error))
+    odd = pytest.raises(DisagreementError, match="rank 1 has other types of attention's rows")
+    with torch.autocast("cpu", torch.bfloat16, enabled=rank != 1), odd:
+        sp.loss(model, sp.shard(batches[0]))
+    return said
+
+
+def test_a_rank_of_another_type_is_named_on_every_rank():
+    for rank, said in enumerate(run_ranks(3, _odd_autocast)):
+        assert len(said) == 2
+        for message in said:
+            assert "rank 1 has other types of attention's rows" in message
+            assert f"({'float16' if rank == 1 else 'bfloat16'} here)" in message
 
 
 def _no_gradient_left_behind(rank: int, world: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, reduce
 from typing import TypeVar, cast
 
 import torch
@@ -42,6 +43,9 @@ def attend(
     All ranks of the context's group call this together, forward and backward. Dynamo never traces it: one graph break,
     and a plan that changes every step recompiles nothing.
 
+    Under autocast it computes, and sends, in autocast's type, whatever a rotary embedding has made of the queries:
+    every rank the same, whether a kernel runs on it or not.
+
     Args:
         q: [T, H, D] queries of the tokens that this rank owns, in the order of ``context.layout.shards[rank]``; any
             strides. A rank that owns no token passes one dummy token.
@@ -52,15 +56,45 @@ def attend(
         spec: what the layer wants of attention; causal with a scale of 1 / sqrt(D) by default.
 
     Returns:
-        [T, H, Dv].
+        [T, H, Dv], contiguous, of type ``row_type(q, k, v)``.
 
     Raises:
         BatchError: q, k or v have another number of tokens than this rank owns.
+        DisagreementError: ranks have other heads, dims or types here, or another plan.
     """
     spec = AttentionSpec(scale=q.shape[2] ** -0.5) if spec is None else spec
+    kind = row_type(q, k, v)
     shape = HeadShape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], spec.causal)
-    compiled = context.compiled(shape, q.device)
-    kernel = kernel or context.kernel
+    compiled = context.compiled(shape, kind, q.device)
+    with _no_autocast(q.device.type):
+        return _attend(q.to(kind), k.to(kind), v.to(kind), context, compiled, kernel or context.kernel, spec)
+
+
+def row_type(*given: Tensor) -> torch.dtype:
+    """The one type in which queries, keys and values are sent and attended to, and their output comes back.
+
+    Autocast's where it is on, as for torch's own attention (it leaves float64 alone too); else what they promote to.
+    """
+    kind = reduce(torch.promote_types, [x.dtype for x in given])
+    device = given[0].device.type
+    if kind == torch.float64 or not torch.is_autocast_enabled(device):
+        return kind
+    return torch.get_autocast_dtype(device)
+
+
+@contextmanager
+def _no_autocast(device: str) -> Iterator[None]:
+    """Types are settled: an operation that autocast changes would run on some ranks only."""
+    if not torch.is_autocast_enabled(device):
+        yield
+        return
+    with torch.autocast(device, enabled=False):
+        yield
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, context: Context, compiled: CompiledExchange, kernel: Kernel, spec: AttentionSpec
+) -> Tensor:
     runs = compiled.exchange.runs
     _check_tokens(q, k, v, runs)
     context.attended += 1
@@ -77,7 +111,8 @@ def attend(
         shared_out = _attend_shared(q, k, v, compiled, kernel, spec)
         places = iter(_split(shared_out, [len(piece[0]) for piece in shared]))
         outs = [next(places) if out is None else out for out in outs] + list(places)
-    return _join([out for out in outs if out is not None])
+    # Some models read it by ``view``, as they may with transformers' own kernels.
+    return _join([out for out in outs if out is not None]).contiguous()
 
 
 def _attend_private(q: Tensor, k: Tensor, v: Tensor, run: Run, kernel: Kernel, spec: AttentionSpec) -> Tensor:

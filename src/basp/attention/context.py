@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from basp.agreement import agree
+from basp.agreement import Digest, agree
 from basp.attention.kernels import Kernel
 from basp.collectives import ByteCounter, DeviceRoute
 from basp.errors import PlanError
@@ -51,8 +52,8 @@ class Context:
         group: the ranks that share the batch, in the order of the plan's ranks; None for a single process.
         kernel: computes attention of whole heads here.
         counter: is told the bytes that this rank sends.
-        agreement_group: the same ranks on CPU tensors, to compare each plan on before its first exchange; None trusts
-            that they are equal.
+        agreement_group: the same ranks on CPU tensors, to compare plans and types of rows on before the first exchange
+            of each head configuration; None trusts that they are equal.
         agreed: (heads, kv heads, causal) of plans that need no more comparing, because an earlier micro-step's was
             equal and the strategy is a function of what has been compared. Grows here; None compares each.
     """
@@ -77,6 +78,7 @@ class Context:
         self.attended = 0
         self._plans: dict[tuple[int, int, bool], Plan] = {(1, 1, True): self.layout}
         self._compiled: dict[tuple[HeadShape, torch.device], CompiledExchange] = {}
+        self._compared: set[tuple[HeadShape, torch.dtype]] = set()
 
     def plan(self, heads: int, kv_heads: int, *, causal: bool = True) -> Plan:
         """The plan for a layer with these head counts. Its shards are the same for all of them.
@@ -100,12 +102,18 @@ class Context:
         """Head configurations of the layers that have attended so far, in order of first use."""
         return list(dict.fromkeys(shape for shape, _ in self._compiled))
 
-    def compiled(self, shape: HeadShape, device: torch.device) -> CompiledExchange:
+    def compiled(self, shape: HeadShape, kind: torch.dtype, device: torch.device) -> CompiledExchange:
         """The exchange for a layer of this shape, with its tables on ``device``. All ranks first ask for it together.
 
+        Args:
+            shape: heads and dims of the layer.
+            kind: type of the rows that it sends; compared over the ranks once in each micro-step.
+            device: of its tensors.
+
         Raises:
-            DisagreementError: ranks have different plans.
+            DisagreementError: ranks have different plans, or rows of different widths or types.
         """
+        self._agree(shape, kind)
         if (shape, device) not in self._compiled:
             self._compiled[shape, device] = self._compile(shape, device)
         return self._compiled[shape, device]
@@ -121,7 +129,7 @@ class Context:
 
     def _compile(self, shape: HeadShape, device: torch.device) -> CompiledExchange:
         exchange = compile_exchange(
-            self._agreed_plan(shape),
+            self.plan(shape.heads, shape.kv_heads, causal=shape.causal),
             self.rank,
             head_dim=shape.head_dim,
             value_head_dim=shape.value_head_dim,
@@ -135,21 +143,40 @@ class Context:
         )
         return CompiledExchange(exchange, dispatch, combine, kv_indices)
 
-    def _agreed_plan(self, shape: HeadShape) -> Plan:
-        """The plan, once every rank has the same: ranks that run different ones would wait for each other forever."""
-        made: Plan | None = None
-        refusal: Exception | None = None
-        try:
-            made = self.plan(shape.heads, shape.kv_heads, causal=shape.causal)
-        except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
-            refusal = error
-        kind = (shape.heads, shape.kv_heads, shape.causal)
-        if self.agreement_group is not None and (self.agreed is None or kind not in self.agreed):
-            what = f"plan for {shape.heads}/{shape.kv_heads} heads"
-            agree([(what, made.digest if made else "")], self.agreement_group, refusal)
-            if self.agreed is not None:
-                self.agreed.add(kind)
-        if made is None:
-            assert refusal is not None
-            raise refusal
-        return made
+    def _agree(self, shape: HeadShape, kind: torch.dtype) -> None:
+        """Compare rows and plan over the ranks: those with different ones would wait for each other, or read garbage.
+
+        A rank whose types are its own (another autocast, another checkpoint's dtype) is found here, in each micro-step;
+        equal plans are found once, where the strategy is a function of what has been compared.
+        """
+        if self.agreement_group is None or (shape, kind) in self._compared:
+            return
+        plan_of = (shape.heads, shape.kv_heads, shape.causal)
+        digest, refusal = "", None
+        if self.agreed is None or plan_of not in self.agreed:
+            try:
+                digest = self.plan(shape.heads, shape.kv_heads, causal=shape.causal).digest
+            except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+                refusal = error
+        type_name = str(kind).removeprefix("torch.")
+        said: Digest = [
+            ("heads or dims of attention", _fingerprint(shape)),
+            (f"types of attention's rows ({type_name} here)", _fingerprint(type_name)),
+            (f"plan for {shape.heads}/{shape.kv_heads} heads", digest),
+        ]
+        agree(
+            said,
+            self.agreement_group,
+            refusal,
+            allowed="attention of the same heads, dims, type and plan on every rank of the group",
+            remedy="build the same model on these ranks, run it under the same autocast, and give SequenceParallel a "
+            "strategy that is a function of lengths and heads",
+        )
+        self._compared.add((shape, kind))
+        if self.agreed is not None:
+            self.agreed.add(plan_of)
+
+
+def _fingerprint(value: object) -> str:
+    """In hex, the same in every process."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()

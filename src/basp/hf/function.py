@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from basp.attention import AttentionSpec, Context, attend
+from basp.attention import AttentionSpec, Context, attend, row_type
 from basp.attention.kernels import ChosenKernel
 from basp.errors import ModelError
 
@@ -49,8 +49,9 @@ class Probe:
         """Count a call and keep its queries, keys and values; refuse what the kernel cannot do, by the layer's name."""
         self.calls[id(module)] += 1
         self.seen.append((qkv[0], qkv[1], qkv[2]))
+        kind = row_type(*qkv)
         try:
-            self.kernel.pick(qkv[0], qkv[2], spec, backward=self.backward)
+            self.kernel.pick(qkv[0].to(kind), qkv[2].to(kind), spec, backward=self.backward)
         except ModelError as error:
             raise ModelError(
                 f"{describe(module)} asks for {error.arrived}", allowed=error.allowed, remedy=error.remedy
@@ -90,7 +91,8 @@ def basp_attention(
     spec = read_spec(module, query, attention_mask, asked)
     if isinstance(basp_context, Probe):
         basp_context.note(module, spec, query, key, value)
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        return query.new_zeros(shape, dtype=row_type(query, key, value)), None
     if basp_context is None:
         raise NoStepError(
             f"a forward of {describe(module)} without a basp step",
